@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.core.arrays import Array
-from trainer.core.schema import EdgeType, NodeType, type_name
+from trainer.core.schema import EdgeType, type_name
 
 #: Last word of graph attributes with the names of the key columns of a task table, after the name of its node type.
 KEY_COLUMNS = "key_columns"
@@ -77,15 +77,6 @@ def silent_types(
     ``known``: all edge types. ``graph_attrs``: names of the attributes of the graph.
     """
     return [*named, *(of for of in known if is_task_table(of[0], graph_attrs))]
-
-
-def lists_of(node_type: NodeType, known: Collection[EdgeType], graph_attrs: Container[str]) -> EdgeType | None:
-    """Return the edge type from the rows of a task table to the targets that they list; None if it has no lists.
-
-    ``known``: all edge types. ``graph_attrs``: names of the attributes of the graph.
-    """
-    found = [of for of in known if of[0] == node_type and is_task_table(node_type, graph_attrs)]
-    return found[0] if found else None
 
 
 def held_out_links(graph_attrs: Mapping[str, Array], of: EdgeType, split: str) -> tuple[Array | None, Array | None]:

@@ -24,14 +24,13 @@ from trainer.graph.cache_policy import (
     BatchPlan,
     CachedColumns,
     Prediction,
+    RowCounts,
     budget_of,
     count_remote_rows,
-    count_rows,
     counted_steps,
     most_requested,
     predict,
     presample,
-    remote_ranges,
 )
 from trainer.graph.device import as_tensor
 from trainer.graph.seed_order import OTHER_STREAM, STREAMS, RankLayout, SeedOrder, shares
@@ -124,7 +123,10 @@ def _fill(
     budget, chosen = budget_of(size, store, columns.row_bytes), {}
     if budget:
         counts = count_remote_rows(access, counted_steps(steps, plan), columns)
-        chosen = most_requested(counts, columns.row_bytes, budget, lambda of: remote_ranges(store, of))
+        others = [part for part in range(store.manifest.num_parts) if part not in store.parts]
+        chosen = most_requested(
+            counts, columns.row_bytes, budget, lambda of: [store.books[of].range_of(part) for part in others]
+        )
     cache = RowCache({of: _fetch(access, store, of, ids, columns) for of, ids in chosen.items() if len(ids)})
     prediction = predict(access, plan, steps, cache if cache.num_rows else None)
     access.take_cost()  # the cost is discarded, as it belongs to no batch
@@ -228,7 +230,11 @@ def device_rows(
         return {}
     if graph.gateway:
         raise SettingsError("a client node cannot cache rows on its device: graph servers send it whole batches")
-    counts = count_rows(presample(graph.access, plan), "x")
+    requested: dict[NodeType, list[Ids]] = {}
+    for request in (request for step in presample(graph.access, plan) for request in step.requests):
+        if isinstance(request.of, str) and "x" in request.attrs:
+            requested.setdefault(request.of, []).append(request.ids)
+    counts = {of: RowCounts.of(ids) for of, ids in requested.items()}
     widths = {of: 4 * _row_width(graph, of) for of, spec in nodes.items() if "x" in spec.attrs}
     found = {}
     for of, chosen in most_requested(counts, widths, budget, lambda of: [(0, nodes[of].num_nodes)]).items():

@@ -171,15 +171,6 @@ def count_remote_rows(
     return {of: RowCounts.of(ids) for of, ids in requested.items()}
 
 
-def count_rows(steps: Sequence[PresampledStep], name: str) -> dict[NodeType, RowCounts]:
-    """Count how often ``steps`` request the column ``name`` of each node."""
-    requested: dict[NodeType, list[Ids]] = defaultdict(list)
-    for request in (request for step in steps for request in step.requests if name in request.attrs):
-        if isinstance(request.of, str):
-            requested[request.of].append(request.ids)
-    return {of: RowCounts.of(ids) for of, ids in requested.items()}
-
-
 def most_requested(
     counts: Mapping[NodeType, RowCounts], row_bytes: Mapping[NodeType, int], budget: int,
     candidates: Callable[[NodeType], Sequence[tuple[int, int]]],
@@ -218,11 +209,6 @@ def _first_others(ranges: Sequence[tuple[int, int]], known: Ids, count: int) -> 
         found.append(some[~np.isin(some, known[first:last], assume_unique=True)][:count])
         count -= len(found[-1])
     return np.concatenate(found)
-
-
-def remote_ranges(store: PartStore, of: NodeType) -> list[tuple[int, int]]:
-    book = store.books[of]
-    return [book.range_of(part) for part in range(book.num_parts) if part not in store.parts]
 
 
 def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, int]) -> int:

@@ -88,11 +88,3 @@ def edges_in_order(ends: EdgeEndpoints, at_once: int = EDGES_AT_ONCE) -> Iterato
     """
     for first in range(0, len(ends), at_once):
         yield first, *ends.ends_of(np.arange(first, min(first + at_once, len(ends))))
-
-
-def add_edges(digest: Any, ends: EdgeEndpoints, num_nodes: int) -> None:
-    """Add all sources, then all targets, to a ``hashlib`` object. Reads all edges twice. Raises ``ServiceError``."""
-    dtype = np.int32 if num_nodes < 2**31 else np.int64
-    for side in (1, 2):
-        for chunk in edges_in_order(ends):
-            digest.update(np.ascontiguousarray(chunk[side], dtype).data)

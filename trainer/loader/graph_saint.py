@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from trainer.loader.arguments import (
     wanted_attrs,
     whole_number,
 )
-from trainer.loader.edge_endpoints import EdgeEndpoints, StoredEndpoints, add_edges, edges_in_order
+from trainer.loader.edge_endpoints import EdgeEndpoints, StoredEndpoints, edges_in_order
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
 from trainer.loader.saint_draws import SaintEdgeDraw, SaintNodeDraw, visited_by_walks
@@ -141,7 +142,10 @@ def _digest(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int) -> st
     digest = hashlib.sha256(
         f"{loader.draws} {loader.options.seed} {loader.order.num_seeds} {coverage} {num_nodes}".encode()
     )
-    add_edges(digest, ends, num_nodes)
+    dtype = np.int32 if num_nodes < 2**31 else np.int64
+    for side in (1, 2):  # all sources, then all targets
+        for chunk in edges_in_order(ends):
+            digest.update(np.ascontiguousarray(chunk[side], dtype).data)
     return digest.hexdigest()
 
 

@@ -184,11 +184,6 @@ def join_of(graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None) ->
     return _PartitionJoin(graph, attrs, custom_cls)
 
 
-def gathered_attrs(graph: Graph, attrs: Attrs) -> Attrs:
-    """Return the attributes that sampler threads gather: ``attrs`` for a partition, none for a graph in memory."""
-    return attrs if graph.source is None else {}
-
-
 def _join_stores(stores: Any, out: Output, custom_cls: Callable[[], Any] | None) -> Any:
     homo = isinstance(out, SamplerOutput)
     join = filter_custom_store if homo else filter_custom_hetero_store

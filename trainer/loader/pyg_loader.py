@@ -33,7 +33,7 @@ from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedOrder, SeedSh
 from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
 from trainer.loader.block_loader import hetero_blocks, homo_blocks
 from trainer.loader.node_seeds import as_array
-from trainer.loader.pyg_batch import Attrs, LazyBlocks, Output, gathered_attrs, join_of, sampler_output
+from trainer.loader.pyg_batch import Attrs, LazyBlocks, Output, join_of, sampler_output
 from trainer.sampler.rules import num_requests
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SampleSettings, SeedSet
@@ -258,7 +258,8 @@ class PyGLoader(RankLoader):
             num_inputs, options.batch_size * world, options.seed, options.shuffle, stream, options.drop_last, world,
             keyed,
         )  # fmt: skip
-        self.sampler = self.make_sampler(gathered_attrs(graph, attrs))
+        # of a graph in memory, ``join_of`` takes the attributes
+        self.sampler = self.make_sampler(attrs if graph.source is None else {})
         self._join = join_of(graph, attrs, output.custom_cls)
         self.costs = CostSum()
         super().__init__(options, order, rank, layout, f"{digest} {settings}")

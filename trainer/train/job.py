@@ -26,7 +26,7 @@ from trainer.graph.cache_policy import BatchPlan
 from trainer.graph.environment import await_own_server, compares_digests, is_client
 from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout
-from trainer.loader.block_loader import BlockLoader, columns_of
+from trainer.loader.block_loader import BatchLoader, BlockLoader, columns_of
 from trainer.nn.kernels.precision import why_slow
 from trainer.nn.models import is_own
 from trainer.sampler.rule_types import PPR
@@ -41,7 +41,7 @@ from trainer.train.loaders import (
     check_link_settings,
     edge_loaders,
     link_loaders,
-    node_loaders,
+    loader_settings,
     typed_link_loaders,
 )
 from trainer.train.metrics import MetricsLog
@@ -252,10 +252,12 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     loaders: dict[str, BlockLoader]
     rankings: Mapping[str, FullRanking | TimedRanking] = {}  # of the splits whose links are ranked among all targets
     needs_degree, columns = bool(getattr(model, "needs_degree", False)), embeddings_of(model).names
-    shared = needs_degree, group.rank, layout_of(graph, group), columns
+    layout = layout_of(graph, group)
+    shared = needs_degree, group.rank, layout, columns
     if isinstance(target, str):
         ages = getattr(model, "timed", ())
-        loaders = group.agree(lambda: node_loaders(settings, graph, target, splits, *shared, ages))
+        wanted = {split: loader_settings(settings, target, split, needs_degree, columns, ages) for split in splits}
+        loaders = group.agree(lambda: {of: BatchLoader(graph, want, group.rank, layout) for of, want in wanted.items()})
     elif of_edges:
         loaders = group.agree(lambda: {**edge_loaders(settings, graph, edges, *shared)})
     else:
@@ -271,7 +273,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
             from trainer.train.full_ranking import FullRanking
             from trainer.train.timed_ranking import ranking_of
 
-            every = settings, shared[2], group, job.run_dir
+            every = settings, layout, group, job.run_dir
             rankings = {
                 split: FullRanking(graph, target, split, *every) if is_link_types(target)
                 else ranking_of(graph, target, split, links[target], *every)

@@ -30,7 +30,7 @@ from trainer.core.schema import (
 )
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
-from trainer.loader.block_loader import BatchLoader, BlockLoader, LoaderSettings, sampling_of
+from trainer.loader.block_loader import LoaderSettings, sampling_of
 from trainer.sampler.settings import check_settings
 from trainer.train.settings import TrainSettings
 from trainer.train.tasks.choose_target import Target, held_out_types
@@ -42,14 +42,6 @@ if TYPE_CHECKING:
     from trainer.loader.typed_link_loader import TypedLinkLoader
 
 SPLITS = ("train", "val", "test")
-
-
-def node_loaders(
-    settings: TrainSettings, graph: Graph, target: NodeType, splits: Sequence[str], want_degree: bool, rank: int,
-    layout: RankLayout, categories: Mapping[NodeType, tuple[str, ...]] | None = None, ages: tuple[NodeType, ...] = (),
-) -> dict[str, BlockLoader]:  # fmt: skip
-    wanted = {split: loader_settings(settings, target, split, want_degree, categories, ages) for split in splits}
-    return {split: BatchLoader(graph, want, rank, layout) for split, want in wanted.items()}
 
 
 def link_loaders(

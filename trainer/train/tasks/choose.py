@@ -23,8 +23,6 @@ from trainer.train.tasks.labels import (
     SeedLabels,
     check_classes,
     check_known,
-    column_moments,
-    is_01,
     labels_01,
     numbers,
     own_labels,
@@ -99,7 +97,8 @@ def _labelled_task(
     spec: LabelSpec, labels: Sequence[SeedLabels], wanted: str, settings: TaskSettings, group: RankGroup
 ) -> tuple[Task, str, Baseline]:  # fmt: skip
     """``labels``: those of this rank's seeds of each split. ``wanted``: ``auto``, or a kind of task."""
-    others = group.sum(torch.tensor([sum(not is_01(each) for each in labels)]))
+    ys = [labels_01(each.y) for each in labels]
+    others = group.sum(torch.tensor([sum(not bool(((y == 0) | (y == 1) | y.isnan()).all()) for y in ys)]))
     kind, why = group.agree(lambda: _kind(spec, wanted, matrix_01=not int(others)))
     task = _task(spec, kind, labels, settings, group)
     most = max((len(each.y) for each in labels if each.split != "train"), default=0) * task.outputs * SCORE_BYTES
@@ -159,7 +158,14 @@ def _task(
         return MultiLabel(spec.y.shape[1], metric_names(settings, kind, ("micro_f1", "accuracy")))
     classes = spec.num_classes > 0 and "float" not in spec.y.dtype
     _check_each(labels, lambda each: check_known(spec, each, numbers(each.y, classes)), group)
-    return Regression(*column_moments(numbers(train.y, classes), group), classes, metric_names(settings, kind))
+    # Mean and population standard deviation of each column of all ranks' train labels; 1 for a constant column.
+    y = numbers(train.y, classes)
+    known = ~y.isnan()
+    count = group.sum(known.double().sum(0)).clamp(min=1)
+    mean = group.sum(torch.where(known, y, 0).sum(0)) / count
+    std = (group.sum(torch.where(known, y - mean, 0).square().sum(0)) / count).sqrt()
+    std = torch.where(std > 1e-12 * mean.abs().clamp(min=1e-30), std, 1.0)
+    return Regression(tuple(mean.tolist()), tuple(std.tolist()), classes, metric_names(settings, kind))
 
 
 def metric_names(settings: TaskSettings, kind: Kind, default: Sequence[str] = ()) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.graph_attrs import held_out_names, is_task_table, lists_of
+from trainer.core.graph_attrs import held_out_names, is_task_table
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, LinkTypes, NodeType, is_link_types, type_name
 from trainer.graph.open import Graph
 from trainer.store.manifest import Manifest, NodeSpec
@@ -22,7 +22,10 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto", dec
     """
     manifest = graph.manifest
     edge_types = {type_name(of): of for of in manifest.edges}
-    lists = {of[0]: of for of in manifest.edges if lists_of(of[0], manifest.edges, manifest.graph_attrs) == of}
+    lists: dict[NodeType, EdgeType] = {}  #: by task table: the type from its rows to the targets that they list
+    for of in manifest.edges:
+        if is_task_table(of[0], manifest.graph_attrs):
+            lists.setdefault(of[0], of)
     if wanted in edge_types and task in ("auto", "link"):
         return _for_decoder((edge_types[wanted],), decoder)
     if task.startswith("edge-"):

@@ -70,11 +70,6 @@ def own_labels(graph: Graph, target: NodeType, split: str, group: RankGroup) -> 
     return SeedLabels(split, np.asarray(rows["orig_id"]), y)
 
 
-def is_01(labels: SeedLabels) -> bool:
-    y = labels_01(labels.y)
-    return bool(((y == 0) | (y == 1) | y.isnan()).all())
-
-
 def check_classes(spec: LabelSpec, labels: SeedLabels) -> None:
     y, classes = labels.y.double(), spec.num_classes
     bad = (~(y >= 0) | (y >= classes) | (y != y.floor())).nonzero().flatten()
@@ -100,16 +95,3 @@ def check_known(spec: LabelSpec, labels: SeedLabels, y: Tensor) -> None:
             f"{spec.dataset}: {len(infinite)} seeds of the {labels.split} split{spec.of} have an infinite y, for "
             f"instance {spec.seed} {labels.ids[infinite[0]]}; replace it"
         )
-
-
-def column_moments(y: Tensor, group: RankGroup) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and population standard deviation of each column of all ranks' ``y``, ignoring NaN. Collective.
-
-    ``y``: labels of this rank's seeds, float64 [n, D]. For a constant column, returns standard deviation 1.
-    """
-    known = ~y.isnan()
-    count = group.sum(known.double().sum(0)).clamp(min=1)
-    mean = group.sum(torch.where(known, y, 0).sum(0)) / count
-    std = (group.sum(torch.where(known, y - mean, 0).square().sum(0)) / count).sqrt()
-    std = torch.where(std > 1e-12 * mean.abs().clamp(min=1e-30), std, 1.0)
-    return tuple(mean.tolist()), tuple(std.tolist())

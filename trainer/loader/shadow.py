@@ -40,7 +40,7 @@ from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import NodeSet, Positions, SampledSubgraph, SampleSettings, SeedSet
 
 
-def tensor_of(values: Array) -> torch.Tensor:
+def _int64(values: Array) -> torch.Tensor:
     return torch.from_numpy(values.astype(np.int64, copy=False))
 
 
@@ -189,9 +189,9 @@ class DistShaDowKHopSampler(PyGLoader):
         first = np.flatnonzero(order < len(root_n_id))  # the roots are the first members
         root_n_id[root[first]] = first
         return SamplerOutput(
-            tensor_of(ids[member]), tensor_of(row), tensor_of(col),
-            tensor_of(sampled.rows[HOMO_EDGE]["orig_id"][slot]), tensor_of(root),
-            metadata=(tensor_of(ptr), tensor_of(root_n_id)),
+            _int64(ids[member]), _int64(row), _int64(col),
+            _int64(sampled.rows[HOMO_EDGE]["orig_id"][slot]), _int64(root),
+            metadata=(_int64(ptr), _int64(root_n_id)),
         )  # fmt: skip
 
     def annotate(self, data: Any, out: Output) -> None:

@@ -10,19 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from trainer.core.arrays import Array
 from trainer.core.errors import PartitionError
-from trainer.core.schema import type_name
 from trainer.data.edges import first_outside
 from trainer.partition.folder import files_below, is_note
 from trainer.store.digest_check import sha256_of
-from trainer.store.manifest import (
-    AttrSpec,
-    FileEntry,
-    Manifest,
-    endpoint_offsets,
-    read_manifest,
-)
-from trainer.store.part_files import map_array
+from trainer.store.manifest import FileEntry, Manifest, read_manifest
+from trainer.store.part_files import PartFiles, map_array
+from trainer.store.part_store import PartOpener
 
 
 @dataclass(frozen=True)
@@ -46,41 +41,41 @@ class _Expected:
     scales: bool = False  #: of rows stored as int8
 
 
-def _expected(manifest: Manifest, top: int | None) -> Iterator[_Expected]:
-    """Yield the arrays of a part, or of ``shared/`` if ``top`` is None."""
-    int64, float32 = np.dtype(np.int64), np.dtype(np.float32)
-    if top is None:
-        for name, attr in manifest.graph_attrs.items():
-            yield _Expected(f"shared/graph/{name}.npy", attr.shape, attr.stored)
-        for node_type, nodes in manifest.nodes.items():
-            folder, count = f"shared/nodes/{node_type}", nodes.num_nodes
-            for split, seeds in nodes.splits.items():
-                yield _Expected(f"{folder}/seeds/{split}.npy", (seeds,), int64, (count,))
-            if manifest.num_parts > 1:
-                yield _Expected(f"{folder}/global_id.npy", (count,), None, (count,))
-        return
+class _Expectations(PartFiles):
+    """Records which arrays ``PartOpener`` opens, in place of opening them."""
 
-    def attrs(folder: str, specs: Mapping[str, AttrSpec], rows: int) -> Iterator[_Expected]:
-        for name, attr in specs.items():
-            yield _Expected(f"{folder}/attrs/{name}.npy", (rows, *attr.shape[1:]), attr.in_files)
-            if attr.kept:
-                yield _Expected(f"{folder}/scales/{name}.npy", (rows, 1), float32, scales=True)
+    def __init__(self, root: Path, manifest: Manifest):
+        super().__init__(root, manifest)
+        self.found: list[_Expected] = []
 
-    for node_type, nodes in manifest.nodes.items():
-        folder, owned = f"part{top}/nodes/{node_type}", _count(nodes.offsets, top)
-        yield _Expected(f"{folder}/orig_id.npy", (owned,), None, (nodes.num_nodes,))
-        yield from attrs(folder, nodes.attrs, owned)
-    for edge_type, edges in manifest.edges.items():
-        sources, targets = (manifest.nodes[edge_type[side]] for side in (0, 2))
-        folder, owned = f"part{top}/edges/{type_name(edge_type)}", _count(edges.offsets, top)
-        yield _Expected(f"{folder}/indptr.npy", (_count(targets.offsets, top) + 1,), int64, total=owned)
-        yield _Expected(f"{folder}/orig_id.npy", (owned,), None, (edges.num_edges,))
-        yield _Expected(f"{folder}/indices.npy", (owned,), None, (sources.num_nodes,))
-        yield from attrs(folder, edges.attrs, owned)
-        for name in edges.src_times:
-            yield _Expected(f"{folder}/src_times/{name}.npy", (owned,), int64)
-        share = _count(endpoint_offsets(edges.num_edges, manifest.num_parts), top)
-        yield _Expected(f"{folder}/endpoints.npy", (share, 2), None, (sources.num_nodes, targets.num_nodes))
+    def array(self, path: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+        return self._noted(_Expected(f"{path}.npy", shape, dtype, scales="/scales/" in path))
+
+    def id_rows(
+        self, path: str, shape: tuple[int, ...], limits: Sequence[int], dtype: np.dtype[Any] | None = None
+    ) -> Array:  # fmt: skip
+        return self._noted(_Expected(f"{path}.npy", shape, dtype, tuple(limits)))
+
+    def offsets(self, path: str, rows: int, total: int) -> Array:
+        return self._noted(_Expected(f"{path}.npy", (rows + 1,), np.dtype(np.int64), total=total))
+
+    def _noted(self, expected: _Expected) -> Array:
+        self.found.append(expected)
+        return np.empty(0, np.int64)
+
+
+def _expected(root: Path, manifest: Manifest, top: int | None) -> list[_Expected]:
+    """Return the arrays of a part, or of ``shared/`` if ``top`` is None."""
+    files = _Expectations(root, manifest)
+    opener = PartOpener(files, manifest)
+    if top is not None:
+        opener.part(top, light=False)
+    else:
+        opener.graph_attrs()
+        opener.splits()
+        if manifest.num_parts > 1:
+            opener.global_ids()
+    return files.found
 
 
 def _problems(root: Path, expected: _Expected) -> Iterator[str]:
@@ -106,10 +101,6 @@ def _problems(root: Path, expected: _Expected) -> Iterator[str]:
         yield f"position {wrong[0]}: {values[wrong[0], 0]} is not a valid scale of a row"
 
 
-def _count(offsets: Sequence[int], part_id: int) -> int:
-    return offsets[part_id + 1] - offsets[part_id]
-
-
 _READERS = 2
 
 
@@ -129,7 +120,7 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
     for part_id in wanted:
         if not 0 <= part_id < manifest.num_parts:
             raise PartitionError(f"{root}: no part {part_id}; the folder has {manifest.num_parts} parts")
-    arrays = {top: [*_expected(manifest, top)] for top in (None, *wanted)}
+    arrays = {top: _expected(root, manifest, top) for top in (None, *wanted)}
     entries = [entry for top in arrays for entry in manifest.files_of(top)]
     findings = [*_listing(root, manifest, arrays)]
     with ThreadPoolExecutor(_READERS) as pool:

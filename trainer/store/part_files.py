@@ -9,7 +9,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -164,14 +164,17 @@ class PartFiles:
 
         ``check_ranges`` will check that ``0 <= id < limit``.
         """
-        return self.id_rows(path, (count,), limit, dtype)
+        return self.id_rows(path, (count,), [limit], dtype)
 
-    def id_rows(self, path: str, shape: tuple[int, ...], limit: int, dtype: np.dtype[Any] | None = None) -> Array:
+    def id_rows(
+        self, path: str, shape: tuple[int, ...], limits: Sequence[int], dtype: np.dtype[Any] | None = None
+    ) -> Array:  # fmt: skip
+        """As ``ids``, with a limit for each column. ``check_ranges`` will only check that all are below the largest."""
         array = self._mapped(path)
         kind = array.dtype in (np.int32, np.int64) if dtype is None else array.dtype == dtype
         expected = f"{'int32 or int64' if dtype is None else dtype.name} {list(shape)}"
         self._check_kind(path, array, kind and array.shape == shape, expected)
-        self._bounds.append(_Bounds(f"{path}.npy", array.reshape(-1), limit, offsets=False))
+        self._bounds.append(_Bounds(f"{path}.npy", array.reshape(-1), max(limits), offsets=False))
         return array
 
     def offsets(self, path: str, rows: int, total: int) -> Array:

@@ -175,7 +175,7 @@ def open_parts(
         wanted = range(manifest.num_parts) if part_ids is None else part_ids
         others = sorted(set(range(manifest.num_parts)) - set(wanted)) if topology == "replicated" else ()
         files = PartFiles(root, manifest)
-        opener = _Opener(files, manifest)
+        opener = PartOpener(files, manifest)
         parts = {part_id: opener.part(part_id, light=False) for part_id in wanted}
         replicas = {part_id: _open_replica(opener, part_id) for part_id in others}
         global_ids = opener.global_ids() if manifest.num_parts > 1 else {}
@@ -207,7 +207,7 @@ def _arrays(part: Part) -> Iterator[Array]:
             yield edges.endpoints
 
 
-def _open_replica(opener: _Opener, part_id: int) -> Part:
+def _open_replica(opener: PartOpener, part_id: int) -> Part:
     try:
         return opener.part(part_id, light=True)
     except PartitionError as error:
@@ -218,7 +218,9 @@ def _open_replica(opener: _Opener, part_id: int) -> Part:
 
 
 @dataclass(frozen=True)
-class _Opener:
+class PartOpener:
+    """Opens the arrays of a partition folder: the names, dtypes and shapes of its files."""
+
     files: PartFiles
     manifest: Manifest
 
@@ -278,7 +280,7 @@ class _Opener:
     def _endpoints(self, of: EdgeType, part_id: int) -> Array:
         spec, sizes = self.manifest.edges[of], [self.manifest.nodes[end].num_nodes for end in (of[0], of[2])]
         count = _count(endpoint_offsets(spec.num_edges, self.manifest.num_parts), part_id)
-        return self.files.id_rows(f"part{part_id}/edges/{type_name(of)}/endpoints", (count, 2), max(sizes))
+        return self.files.id_rows(f"part{part_id}/edges/{type_name(of)}/endpoints", (count, 2), sizes)
 
     def _attrs(self, top: str, specs: Mapping[str, AttrSpec], count: int, light: bool) -> dict[str, Array]:
         return {

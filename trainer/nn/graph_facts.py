@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
-from trainer.nn.categories import Categories, Category
+from trainer.nn.categories import Categories
 from trainer.store.manifest import Manifest
 
 
@@ -54,13 +54,6 @@ class GraphFacts:
     def targets(self) -> tuple[NodeType, ...]:
         """Node types for which a model computes outputs: ``target`` and ``further``."""
         return (self.target, *self.further)
-
-
-def with_categories(facts: GraphFacts, categories: Mapping[NodeType, Sequence[Category]]) -> GraphFacts:
-    """Return facts of a model that also embeds columns of categories."""
-    wide = {of: facts.in_dims.get(of, 0) + sum(each.dim for each in columns) for of, columns in categories.items()}
-    chosen = {of: tuple(columns) for of, columns in categories.items()}
-    return replace(facts, in_dims={**facts.in_dims, **wide}, categories=chosen)
 
 
 def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:

@@ -214,7 +214,7 @@ def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, u
                 problems[client] = error
                 continue
             del hellos[client]
-            problem = greeting_problem(client, info, manifest_digest)
+            problem = hello_problem(client, info, manifest_digest)
             problems[client] = ServiceError(problem) if problem else None
         held = own.union(*(client.part_ids for client in clients if not problems[client]))
         dispensable = [client for client in hellos if held.issuperset(client.part_ids)]
@@ -225,7 +225,7 @@ def _greet(clients: Sequence[HostClient], own: set[int], manifest_digest: str, u
     return [problem for problem in problems.values() if problem]
 
 
-def greeting_problem(client: HostClient, info: HelloInfo, manifest_digest: str) -> str:
+def hello_problem(client: HostClient, info: HelloInfo, manifest_digest: str) -> str:
     node = f"node{client.node_rank} ({client.host})"
     if info.node_rank != client.node_rank or set(info.part_ids) != set(client.part_ids):
         return (

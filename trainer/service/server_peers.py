@@ -16,7 +16,7 @@ from trainer.core.errors import ServiceError, SettingsError
 from trainer.sampler.replicas import PendingAnswer
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
-from trainer.service.cluster import Cluster, greeting_problem, read_cluster
+from trainer.service.cluster import Cluster, hello_problem, read_cluster
 from trainer.service.messages import HelloInfo, ServerAddress
 from trainer.service.service_keys import ServiceKeys
 from trainer.wire.request import A, Request
@@ -53,7 +53,7 @@ class Peer:
 
     def check_hello(self, info: HelloInfo) -> None:
         """Raise ``ServiceError`` if another server than expected has answered HELLO."""
-        if problem := greeting_problem(self.client, info, self._manifest_digest):
+        if problem := hello_problem(self.client, info, self._manifest_digest):
             raise ServiceError(problem)
         self._checked = True
 

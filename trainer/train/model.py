@@ -20,7 +20,7 @@ from trainer.core.schema import NodeType, is_link_types, link_types, seed_types,
 from trainer.graph.open import Graph, open_graph
 from trainer.loader.block_loader import edge_attrs
 from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, texts_name
-from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs, with_categories
+from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs
 from trainer.nn.models import HETERO_MODELS, build_model, is_own
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
 from trainer.sampler.rules import check_rule, rule_edges, rule_schema, without_silent
@@ -51,7 +51,9 @@ def model_facts(
     if edge_attr is not None:
         specs = edge_attrs(manifest, edge_attr)
         facts = replace(facts, edge_dims={of: math.prod(spec.shape[1:]) for of, spec in specs.items()})
-    facts = with_categories(facts, categories or {})
+    embedded = {of: tuple(columns) for of, columns in (categories or {}).items()}  # beside the features
+    wide = {of: facts.in_dims.get(of, 0) + sum(each.dim for each in columns) for of, columns in embedded.items()}
+    facts = replace(facts, in_dims={**facts.in_dims, **wide}, categories=embedded)
     if isinstance(target, str):
         return replace(facts, num_classes=outputs)
     from trainer.nn.link_model import link_facts

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE
 
-import trainer.nn.kernels.device as kernels_device
+import trainer.nn.kernels.rows as kernel_rows
 from bench_training import products
 from graphs import BATCH, FANOUTS, partitioned
 from table import Row
@@ -291,13 +291,13 @@ def with_degree(setup: Setup, batch: Batch, model: str) -> Batch:
 @contextmanager
 def cpu_kernels(wanted: bool) -> Iterator[None]:
     """If ``wanted``, compute on CPU tensors with the CPU's kernels in this context, even if the simulator is on."""
-    with mock.patch.object(kernels_device, "_SIMULATED", kernels_device._SIMULATED and not wanted):
+    with mock.patch.object(kernel_rows, "_SIMULATED", kernel_rows._SIMULATED and not wanted):
         yield
 
 
 def torch_only(setup: Setup, model: str) -> float:
     """Return the seconds of a training step that uses torch operations in place of CUDA kernels."""
-    with mock.patch.object(kernels_device, "_TORCH_ONLY", True):
+    with mock.patch.object(kernel_rows, "_TORCH_ONLY", True):
         return step_seconds(setup, model)
 
 

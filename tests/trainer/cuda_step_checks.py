@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import trainer.nn.kernels.device
+import trainer.nn.kernels.rows
 from train_kit import job, write_parts
 from trainer.core.batch import Block
 from trainer.core.ranks import RankGroup, Ranks
@@ -74,7 +74,7 @@ def same(own: Tensor, cpu: Tensor, exact: bool = True) -> None:
 
 def on_cpu(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function`` so that it uses the CPU's kernels, and return its result."""
-    with mock.patch.object(trainer.nn.kernels.device, "_SIMULATED", False):
+    with mock.patch.object(trainer.nn.kernels.rows, "_SIMULATED", False):
         return function(*args)
 
 

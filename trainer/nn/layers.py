@@ -16,9 +16,9 @@ from torch.nn import functional
 from trainer.core.batch import Block
 from trainer.core.schema import node_salt
 from trainer.nn.kernels.activation import Activation
-from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.dropout import edge_ids, hash_dropout
 from trainer.nn.kernels.precision import product_dtype, sum_dtype
+from trainer.nn.kernels.rows import runs_cuda_kernels
 from trainer.nn.kernels.sage import sage_rows
 from trainer.nn.kernels.spmm import aggregate, attend, edge_softmax, edge_targets
 

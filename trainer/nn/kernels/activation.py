@@ -13,9 +13,8 @@ from torch.nn import functional
 
 from trainer.core.compiled import njit
 from trainer.core.rng import LOW_A, LOW_B, STRIDE, mix
-from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.dropout import hash_dropout, stream, threshold_of
-from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
+from trainer.nn.kernels.rows import as_array, narrow, run_rows, runs_cuda_kernels, wide
 
 _STRIDE, _LOW_A, _LOW_B = np.uint32(STRIDE), np.uint32(LOW_A), np.uint32(LOW_B)
 

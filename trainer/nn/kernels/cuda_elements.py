@@ -1,6 +1,6 @@
 """CUDA kernels with one thread per element of the rows: dropout masks, and bias, ReLU and dropout between two layers.
 
-Imported only where kernels run (``kernels.device``). bfloat16 rows are arrays of their bits (uint16), as on the CPU.
+Imported only where kernels run (``runs_cuda_kernels``). bfloat16 rows are arrays of their bits (uint16), as on the CPU.
 """
 
 from __future__ import annotations

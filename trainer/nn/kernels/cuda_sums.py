@@ -2,8 +2,8 @@
 
 There are no atomic additions, so results do not differ between calls, and the order of additions is that of the CPU.
 
-Imported only where kernels run (``kernels.device``). Threads with neighbouring numbers read neighbouring columns of the
-same row. A device may round ``a * b + c`` once where the CPU rounds twice.
+Imported only where kernels run (``runs_cuda_kernels``). Threads with neighbouring numbers read neighbouring columns of
+the same row. A device may round ``a * b + c`` once where the CPU rounds twice.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from trainer.core.compiled import njit
 from trainer.core.rng import LOW_A, LOW_B, STRIDE, batch_key, column_bits, mix
-from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.precision import sum_dtype
-from trainer.nn.kernels.rows import as_array, narrow, run_rows, wide
+from trainer.nn.kernels.rows import as_array, narrow, run_rows, runs_cuda_kernels, wide
 
 # The state of a row is SplitMix64's finaliser (``rng.mix``), the bits of a column are ``rng.column_bits``.
 MASK32 = 0xFFFFFFFF

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from trainer.core.batch import Block
 from trainer.core.compiled import njit
-from trainer.nn.kernels.device import runs_cuda_kernels
 from trainer.nn.kernels.precision import for_sums, sum_dtype
-from trainer.nn.kernels.rows import as_array, run_rows, wide
+from trainer.nn.kernels.rows import as_array, run_rows, runs_cuda_kernels, wide
 
 Reduce = Literal["sum", "mean"]
 

@@ -87,7 +87,7 @@ def logs(ctx: click.Context, follows: bool, since: str | None, times: bool, **va
     from launcher.run.live_log import LinePrinter
 
     when = showlogs.since_when(since) if since else None
-    wanted = showlogs.Wanted(values["node"], values["rank"], when, values["last"], values["every"])
+    wanted = showlogs.LogFilter(values["node"], values["rank"], when, values["last"], values["every"])
     console, _ = _console(ctx, values)
     with _open(ctx, values, showlogs.all_collected) as run:
         plan = run.found.needed_plan

@@ -31,7 +31,7 @@ _TURN = 0.2  # seconds between two looks whether all nodes have ended
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LogFilter:
     """Selects log lines: of which node and rank, from what time, and how many."""
 
     node: int | None = None
@@ -41,7 +41,7 @@ class Wanted:
     every: bool = False  #: also logs of supervisors, graph servers and rank runners
     servers: bool = False  #: logs of graph servers instead of ranks
 
-    def of(self, plan: LaunchPlan) -> Wanted:
+    def of(self, plan: LaunchPlan) -> LogFilter:
         """Return this selection, changed to the logs of graph servers if the run has only servers."""
         return replace(self, servers=True) if plan.serve_only else self
 
@@ -76,7 +76,7 @@ class Wanted:
         return since + (["--tail", str(tail)] if tail is not None else [])
 
 
-def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
+def print_logs(run: OpenRun, wanted: LogFilter, printer: LinePrinter) -> dict[int, str]:
     """Print all log lines written so far, merged by time; return why lines of a node are missing, by node_rank."""
     plan = run.found.needed_plan
     missing: dict[int, str] = {}
@@ -108,7 +108,7 @@ def print_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, 
     return missing
 
 
-def follow_logs(run: OpenRun, wanted: Wanted, printer: LinePrinter) -> dict[int, str]:
+def follow_logs(run: OpenRun, wanted: LogFilter, printer: LinePrinter) -> dict[int, str]:
     """Print new log lines until every node has ended or the user presses Ctrl-C.
 
     Starts with the last ten lines of each log, unless ``wanted`` has ``last`` or ``since``. Returns why lines of a node
@@ -167,7 +167,7 @@ def all_collected(found: FoundRun) -> bool:
     return found.plan is not None and all(collected_logs(found, node.node_rank) for node in found.plan.nodes)
 
 
-def _lines_here(folder: Path, node_rank: int, wanted: Wanted) -> list[Iterator[LogLine]]:
+def _lines_here(folder: Path, node_rank: int, wanted: LogFilter) -> list[Iterator[LogLine]]:
     """Return one iterator over lines for each collected log of a node, with times by the lead node's clock."""
     result = record_in(RESULT, str(folder / "result.json")) or {}
     offset = float(result.get("clock_offset") or 0.0)

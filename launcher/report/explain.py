@@ -29,7 +29,7 @@ class Explanation:
 
 
 @dataclass(frozen=True)
-class Section:
+class Topic:
     """Explanations of one subject, which are one section of docs/troubleshooting.md."""
 
     title: str
@@ -38,9 +38,9 @@ class Section:
 
 
 @cache
-def sections() -> tuple[Section, ...]:
+def sections() -> tuple[Topic, ...]:
     return tuple(
-        Section(section["section"], section["intro"], tuple(Explanation(**entry) for entry in section["entries"]))
+        Topic(section["section"], section["intro"], tuple(Explanation(**entry) for entry in section["entries"]))
         for section in yaml.safe_load(_FILE.read_text(encoding="utf-8"))
     )
 

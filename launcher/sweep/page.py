@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.report.html.charts import bars
-from launcher.report.html.page import Chart, Fact, ReportPage, Section, Table, Words
+from launcher.report.html.page import Chart, Fact, PageSection, ReportPage, Table, Words
 from launcher.report.task_metric import score_text
 from launcher.sweep.metric import Metric
 from launcher.sweep.records import Definition, Trial
@@ -50,9 +50,9 @@ def sweep_page(definition: Definition, trials: Sequence[Trial], metric: Metric, 
         for trial in sorted(trials, key=lambda one: _order(one, metric))
     ]  # fmt: skip
     sections = [
-        *([Section("plots", "Values and scores", tuple(charts))] if charts else []),
-        *([Section("failed", "Failed trials", (Words(failed, "bad"),))] if failed else []),
-        Section("trials", "Trials", (Table(columns, tuple(rows)),)),
+        *([PageSection("plots", "Values and scores", tuple(charts))] if charts else []),
+        *([PageSection("failed", "Failed trials", (Words(failed, "bad"),))] if failed else []),
+        PageSection("trials", "Trials", (Table(columns, tuple(rows)),)),
     ]
     state = "running" if any(not trial.ended for trial in trials) else "done" if best else "failed"
     return ReportPage(definition.name, state, headline, tuple(facts), tuple(sections), "report of a sweep")

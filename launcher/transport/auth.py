@@ -1,6 +1,6 @@
 """SSH authentication with the keys, certificates, agent and passwords that OpenSSH would offer, in its order.
 
-``Login`` is a paramiko ``AuthStrategy`` that supports more than fabric's ``OpenSSHAuthStrategy``.
+``SshLogin`` is a paramiko ``AuthStrategy`` that supports more than fabric's ``OpenSSHAuthStrategy``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _Offer(AuthSource):
         return self._attempt(transport)
 
 
-class Login(AuthStrategy):
+class SshLogin(AuthStrategy):
     """Authentication of one SSH login. ``authenticate`` raises LoginRefused, or SSHException for a closed connection.
 
     ``distrust`` returns an error if the host's key is not trusted, else None. A host that is not trusted gets no

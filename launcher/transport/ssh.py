@@ -18,7 +18,7 @@ from fabric import Config, Connection
 from launcher.command import Command
 from launcher.config.schema import HostKeys, NodeConfig
 from launcher.errors import HostKeyError, UnreachableError
-from launcher.transport.auth import Credentials, Login, key_problem
+from launcher.transport.auth import Credentials, SshLogin, key_problem
 from launcher.transport.errors import CONNECTION_ERRORS, HopFailed, connect_error, was_dropped
 from launcher.transport.host_keys import HostKeyCheck
 from launcher.transport.process import READ_SIZE, STALL, Process, with_pid
@@ -178,7 +178,7 @@ def _connect(route: Route, host_keys: str, credentials: Credentials, timeout: fl
     if check.needs_certificate:
         raise NeedsOpenSsh("@cert-authority", host)
     options = {
-        "auth_strategy": Login(host, credentials, lambda: check.distrust),
+        "auth_strategy": SshLogin(host, credentials, lambda: check.distrust),
         "auth_timeout": timeout,
         "banner_timeout": 0.8 * timeout,  # below the handshake's timeout, to report a missing banner
         "channel_timeout": timeout,

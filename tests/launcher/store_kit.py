@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.node.remote_folder import RemoteFolder, StoreError
-from launcher.node.store.fetch import Wanted, fetch
+from launcher.node.store.fetch import StoredFile, fetch
 from launcher.node.store.progress_lines import ProgressLines
 from launcher.plan.partition import PartitionFiles, read_partition_files
 from run_kit import make_parts
@@ -49,11 +49,11 @@ def parts_in(folder: Path, size: int = 50_000) -> PartitionFiles:
     return found
 
 
-def wanted(parts: PartitionFiles, part: int) -> list[Wanted]:
-    return [Wanted(file.path, file.bytes, file.sha256) for file in parts.of_parts([part])]
+def wanted(parts: PartitionFiles, part: int) -> list[StoredFile]:
+    return [StoredFile(file.path, file.bytes, file.sha256) for file in parts.of_parts([part])]
 
 
-def fetch_into(folder: Path, store: RemoteFolder, files: list[Wanted]) -> RecordedLines:
+def fetch_into(folder: Path, store: RemoteFolder, files: list[StoredFile]) -> RecordedLines:
     lines = RecordedLines()
     fetch(store, str(folder), files, lines)
     return lines

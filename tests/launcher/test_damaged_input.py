@@ -23,7 +23,7 @@ from launcher.command import Command
 from launcher.errors import FleetError, TransportError
 from launcher.manage import select
 from launcher.manage.node_views import OpenRun, node_view
-from launcher.manage.show_logs import Wanted, print_logs
+from launcher.manage.show_logs import LogFilter, print_logs
 from launcher.manage.status import Status, rendered
 from launcher.node import control, json_records, watch
 from launcher.node.control import NodeFolder
@@ -431,7 +431,7 @@ def read_all(folder: Path) -> None:
         render(report_page(record.read_record(folder)))
         print_comparison(compare([figures_of(found)] * 2), console)
     plan = make_launch([make_node(folder, 0, [])])
-    print_logs(OpenRun(replace(found, plan=plan), {}), Wanted(), LinePrinter(console, plan, times=True, every=True))
+    print_logs(OpenRun(replace(found, plan=plan), {}), LogFilter(), LinePrinter(console, plan, times=True, every=True))
     merged = read_metrics(sorted(folder.glob("logs/node*/metrics-rank*.jsonl")))
     records = {0: collect._outcomes(folder / "outcomes/node0")}
     for lost in ({}, {0: Lost("gone", 1.0)}):

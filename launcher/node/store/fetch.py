@@ -35,19 +35,19 @@ _LOCK = ".gnnfleet-fetch.lock"
 MANIFEST = "manifest.json"
 
 
-class Wanted(NamedTuple):
+class StoredFile(NamedTuple):
     path: str  #: relative to the partition folder
     bytes: int
     sha256: str
 
 
 class _Chunk(NamedTuple):
-    file: Wanted
+    file: StoredFile
     start: int
     end: int
 
 
-def fetch(store: RemoteFolder, folder: str, files: list[Wanted], lines: ProgressLines) -> int:
+def fetch(store: RemoteFolder, folder: str, files: list[StoredFile], lines: ProgressLines) -> int:
     """Fetch ``files`` into ``folder``, except complete files with the right digest; return how many were fetched.
 
     The manifest is fetched last, so a folder with a manifest is complete. Waits while another process fetches into
@@ -85,16 +85,16 @@ class _Transfer:
     def __init__(self, store: RemoteFolder, folder: str, lines: ProgressLines):
         self.store, self.folder, self.lines = store, folder, lines
         lines.add(0)
-        self._complete: list[Wanted] = []
+        self._complete: list[StoredFile] = []
 
-    def run(self, files: list[tuple[Wanted, int]]) -> list[tuple[Wanted, str]]:
+    def run(self, files: list[tuple[StoredFile, int]]) -> list[tuple[StoredFile, str]]:
         """Fetch the rest of each file; return the files whose digest is wrong, each with the reason.
 
         files: each with the byte at which to continue.
         """
         reads, checks = ThreadPoolExecutor(AHEAD), ThreadPoolExecutor(1)
         try:
-            pending: list[Future[list[tuple[Wanted, str]]]] = []
+            pending: list[Future[list[tuple[StoredFile, str]]]] = []
             for chunk, data in self._read_ahead(reads, _chunks(files)):
                 path = f"{self.folder}/{chunk.file.path}{PART_SUFFIX}"
                 os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -158,24 +158,24 @@ class _Transfer:
                 time.sleep(pause)
         raise AssertionError
 
-    def _taken(self) -> list[Wanted]:
+    def _taken(self) -> list[StoredFile]:
         taken, self._complete = self._complete, []
         return taken
 
-    def _commit(self, files: list[Wanted]) -> list[tuple[Wanted, str]]:
+    def _commit(self, files: list[StoredFile]) -> list[tuple[StoredFile, str]]:
         answers = commit([_entry(self.folder, file) for file in files])
         self.lines.add(0)  # hashing is progress, too
         return [(file, answer["error"]) for file, answer in zip(files, answers, strict=True) if answer["error"]]
 
 
-def _chunks(files: list[tuple[Wanted, int]]) -> Iterator[_Chunk]:
+def _chunks(files: list[tuple[StoredFile, int]]) -> Iterator[_Chunk]:
     for file, have in files:
         starts = range(have, file.bytes, CHUNK) if have < file.bytes else (have,)
         for start in starts:
             yield _Chunk(file, start, min(start + CHUNK, file.bytes))
 
 
-def _entry(folder: str, file: Wanted) -> dict[str, Any]:
+def _entry(folder: str, file: StoredFile) -> dict[str, Any]:
     return {"path": f"{folder}/{file.path}", "bytes": file.bytes, "sha256": file.sha256}
 
 

@@ -17,7 +17,7 @@ import os
 from typing import Any
 
 from launcher.node.remote_folder import RemoteFolder
-from launcher.node.store.fetch import Wanted, fetch
+from launcher.node.store.fetch import StoredFile, fetch
 from launcher.node.store.parts_cache import claim
 from launcher.node.store.progress_lines import ProgressLines, run_program
 
@@ -25,7 +25,7 @@ from launcher.node.store.progress_lines import ProgressLines, run_program
 def fetch_parts(spec: dict[str, Any], lines: ProgressLines) -> int:
     """Fetch the files of a specification; return how many were not there yet. Raises StoreError and OSError."""
     store, folder = RemoteFolder(spec["url"], spec["options"]), os.path.expanduser(spec["folder"])
-    files = [Wanted(*file) for file in spec["files"]]
+    files = [StoredFile(*file) for file in spec["files"]]
     if spec["run_dir"]:
         need = sum(file.bytes for file in files)
         run_dir = os.path.expanduser(spec["run_dir"])

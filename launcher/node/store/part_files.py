@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.node.json_reader import loads
 from launcher.node.remote_folder import NotStored, RemoteFolder, StoreError
-from launcher.node.store.fetch import MANIFEST, Wanted
+from launcher.node.store.fetch import MANIFEST, StoredFile
 
 _MOST = 1 << 28  # bytes of a manifest
 
@@ -20,7 +20,7 @@ class OtherParts(StoreError):
     """The store has no parts, or others than those that are wanted."""
 
 
-def stored_files(store: RemoteFolder, parts: Iterable[int], *, replicated: bool, sha256: str = "") -> list[Wanted]:
+def stored_files(store: RemoteFolder, parts: Iterable[int], *, replicated: bool, sha256: str = "") -> list[StoredFile]:
     """Return the files that a node with ``parts`` needs; the manifest, which is read from the store, is the last one.
 
     replicated: also the 1-d arrays of all other parts. sha256: that of the manifest; '' for any manifest. Raises
@@ -46,12 +46,12 @@ def stored_files(store: RemoteFolder, parts: Iterable[int], *, replicated: bool,
     if missing := tops - {"shared"} - {file.path.split("/", 1)[0] for file, _ in files}:
         raise OtherParts(f"{store.url} has no {min(missing)}; partition the graph into more parts, or export again")
     wanted = [file for file, flat in files if file.path.split("/", 1)[0] in tops or (replicated and flat)]
-    return [*wanted, Wanted(MANIFEST, len(raw), found)]
+    return [*wanted, StoredFile(MANIFEST, len(raw), found)]
 
 
-def _checked(file: dict[str, Any]) -> tuple[Wanted, bool]:
+def _checked(file: dict[str, Any]) -> tuple[StoredFile, bool]:
     """Return an entry of a manifest, and whether it is a 1-d array of a part. Raises ValueError."""
     path, size, sha256 = file["path"], file["bytes"], file["sha256"]
     if not _PATH.fullmatch(path) or not isinstance(size, int) or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError(f"damaged entry of {path!r}")
-    return Wanted(path, size, sha256), path.startswith("part") and len(file.get("shape", ())) == 1
+    return StoredFile(path, size, sha256), path.startswith("part") and len(file.get("shape", ())) == 1

@@ -25,7 +25,7 @@ from typing import Any
 from launcher.node.json_reader import loads
 from launcher.node.programs.files import inventory
 from launcher.node.remote_folder import NotStored, RemoteFolder, StoreError
-from launcher.node.store.fetch import MANIFEST, Wanted
+from launcher.node.store.fetch import MANIFEST, StoredFile
 from launcher.node.store.progress_lines import ProgressLines, run_program
 
 PUSHED = ".gnnfleet-pushed.json"
@@ -38,7 +38,7 @@ _AT_ONCE = 8  # files uploaded at the same time
 def push_parts(spec: dict[str, Any], lines: ProgressLines) -> int:
     """Upload the files of a specification; return how many were uploaded. Raises StoreError and OSError."""
     store, folder = RemoteFolder(spec["url"], spec["options"]), spec["folder"]
-    files = [Wanted(*file) for file in spec["files"]]
+    files = [StoredFile(*file) for file in spec["files"]]
     manifest = next(file for file in files if file.path == MANIFEST)
     entries = [{"path": os.path.join(folder, file.path), "bytes": file.bytes, "sha256": file.sha256} for file in files]
     for state in inventory(entries):

@@ -65,7 +65,7 @@ Block = Chart | Table | Lines | Words
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A section of the page, with a heading; ``key`` is the anchor for links to the section."""
 
     key: str
@@ -79,7 +79,7 @@ class ReportPage:
     state: str  #: done, failed, stopped, running
     headline: str  #: one sentence on the state of the run
     facts: tuple[Fact, ...]
-    sections: tuple[Section, ...]
+    sections: tuple[PageSection, ...]
     about: str = "report of a run"  #: what the page is, beside the name of the program
 
     @property

@@ -23,7 +23,7 @@ from launcher.report.html.charts import (
     speed_chart,
     spent_chart,
 )
-from launcher.report.html.page import Block, Fact, Lines, ReportPage, Section, Table, Tone, Words
+from launcher.report.html.page import Block, Fact, Lines, PageSection, ReportPage, Table, Tone, Words
 from launcher.report.html.record import RunRecord
 from launcher.report.html.timeline import timeline_chart
 from launcher.report.metrics import number
@@ -106,14 +106,14 @@ _TONES: Mapping[str, Tone] = {"done": "good", "failed": "bad", "stopped": "warn"
 def report_page(record: RunRecord) -> ReportPage:
     """Build the report page of a run, without empty sections."""
     sections = (
-        Section("cause", "First failure", tuple(_cause(record))),
-        Section("training", "Training", tuple(_training(record))),
-        Section("time", "Where the time goes", tuple(_time(record))),
-        Section("traffic", "Between nodes", tuple(_traffic_blocks(record))),
-        Section("parts", "Partition", tuple(_parts(record))),
-        Section("events", "Timeline and events", tuple(_events(record))),
-        Section("nodes", "Nodes", tuple(_nodes(record))),
-        Section("config", "Configuration and versions", tuple(_config(record))),
+        PageSection("cause", "First failure", tuple(_cause(record))),
+        PageSection("training", "Training", tuple(_training(record))),
+        PageSection("time", "Where the time goes", tuple(_time(record))),
+        PageSection("traffic", "Between nodes", tuple(_traffic_blocks(record))),
+        PageSection("parts", "Partition", tuple(_parts(record))),
+        PageSection("events", "Timeline and events", tuple(_events(record))),
+        PageSection("nodes", "Nodes", tuple(_nodes(record))),
+        PageSection("config", "Configuration and versions", tuple(_config(record))),
     )
     shown = tuple(section for section in sections if section.blocks)
     return ReportPage(record.found.run_id, record.state, _headline(record), tuple(_facts(record)), shown)

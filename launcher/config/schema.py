@@ -441,8 +441,9 @@ class Neighbors:
         "walks: probability that a walk returns to its vertex before a step; default: 0.15.", None, at_least=0, below=1
     )
     metapath: tuple[str, ...] | None = setting(
-        "walks: edge types of one step, from the seed outwards, as [user__buys__item, item__rev_buys__user]; needed if "
-        "there are several edge types.",
+        "walks: edge types of one step, from the seed outwards and back to its type, as [user__buys__item, "
+        "item__rev_buys__user]; a vertex of another type, here an item, walks round from there. Needed if there are "
+        "several edge types.",
         None,
         form=WORD,
     )

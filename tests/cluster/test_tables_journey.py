@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shutil
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -36,6 +37,7 @@ def shop(folder: Path) -> None:
     """Write a shop whose customers buy about every ten days, products of one kind, until they leave.
 
     churn.csv: whether a customer buys nothing in the 30 days after a day; empty for the last day, which is today.
+    In the folder ``lists`` beside it, next.parquet lists what the customer buys in these days, if anything.
     """
     rng = np.random.default_rng(5)
     folder.mkdir()
@@ -54,12 +56,23 @@ def shop(folder: Path) -> None:
     write(folder / "reviews.parquet", "review_id customer_id sku at stars",
           [(f"r{k}", *row, 1 + k % 5) for k, row in enumerate(bought[::5])])  # fmt: skip
     write(folder / "clicks.csv", "customer_id sku clicked_at", sorted(bought + bought[::3], key=lambda row: row[2]))
-    rows = []
+    rows, lists = [], []
     for first in range(60, DAYS + 1, 30):
         for c, name in enumerate(names):
-            later = ((who == c) & (day >= first) & (day < first + 30)).any()
-            rows.append((name, (BEGIN + timedelta(days=first)).date(), "" if first == DAYS else int(not later)))
+            later = what[(who == c) & (day >= first) & (day < first + 30)].tolist()
+            at = (BEGIN + timedelta(days=first)).date()
+            rows.append((name, at, "" if first == DAYS else int(not later)))
+            lists.append((name, at, " ".join(f"sku-{p:03}" for p in dict.fromkeys(later))))
     write(folder / "churn.csv", "customer_id at churned", rows)
+    beside = folder.with_name("lists")
+    beside.mkdir()
+    for name in ("customers.csv", "products.parquet", "orders.csv"):
+        shutil.copy(folder / name, beside)
+    write(beside / "next.parquet", "customer_id at buys", lists)
+    with duckdb.connect() as database:
+        lists_of = f"SELECT * REPLACE (string_split(buys, ' ') AS buys) FROM '{beside}/next.parquet'"
+        database.execute(f"COPY (SELECT * FROM ({lists_of})) TO '{beside}/split.parquet'")
+    (beside / "split.parquet").replace(beside / "next.parquet")
 
 
 def area(label: np.ndarray, score: np.ndarray) -> float:
@@ -86,17 +99,17 @@ def test_tables_to_churn_and_to_recommendations(make_cluster: Any, tmp_path: Pat
         return done.output
 
     addresses = [host.address for host in cluster.hosts]
-    gnnfleet(
-        "init", *addresses, "--user", "root", "--python", sys.executable, "--dataset", "shop", "--yes", "--no-check"
-    )
-    # Only what is particular to the hosts of this test is edited: their disks, and kernels that are compiled already.
-    path, env = (
-        operator.cwd / "cluster.yml",
-        {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"], "OMP_NUM_THREADS": "1"},
-    )
-    text = re.sub(r"workdir: .*", f"workdir: {WORKDIR}\n  env: {env}", path.read_text())
+    env = {"GNNFLEET_KERNELS": os.environ["GNNFLEET_KERNELS"], "OMP_NUM_THREADS": "1"}
 
-    path.write_text(text)
+    def draft(dataset: str, path: Path) -> str:
+        """Only what is particular to the hosts of this test is edited: disks, and kernels that are compiled already."""
+        hosts = (*addresses, "--user", "root", "--python", sys.executable)
+        gnnfleet("init", *hosts, "--dataset", dataset, "--yes", "--no-check", "-o", str(path))
+        path.write_text(re.sub(r"workdir: .*", f"workdir: {WORKDIR}\n  env: {env}", path.read_text()))
+        return path.read_text()
+
+    path = operator.cwd / "cluster.yml"
+    text = draft("shop", path)
     assert "test ROC-AUC" in gnnfleet("--config", "cluster.yml", "--run-id", "churn", "--plain")
     gnnfleet("infer", "churn")
     with (operator.cwd / "shop/churn.csv").open() as file:
@@ -121,3 +134,19 @@ def test_tables_to_churn_and_to_recommendations(make_cluster: Any, tmp_path: Pat
     assert len(best) == CUSTOMERS * 5
     assert {row["source"] for row in best} == {f"cust-{k:03}" for k in range(CUSTOMERS)}
     assert {row["target"] for row in best} <= products
+
+    draft("lists", operator.cwd / "lists.yml")
+    ended = gnnfleet("--config", "lists.yml", "--run-id", "lists", "--epochs", "3", "--plain")
+    assert "test recall@10" in ended
+    printed = gnnfleet("infer", "lists", "--top-k", "3")
+    with duckdb.connect() as database:
+        listed = database.execute(f"SELECT * FROM '{operator.cwd}/lists/next.parquet'").fetchall()
+    assert f"{len(listed):,} rows of next, weights of epoch" in printed
+    with (operator.cwd / "runs/lists/predictions/predictions.csv").open() as file:
+        best = sorted(csv.DictReader(file), key=lambda row: int(row["row"]))
+    assert [row["customer_id"] for row in best] == [name for name, _, _ in listed for _ in range(3)]
+    assert [row["at"][:10] for row in best] == [str(at) for _, at, _ in listed for _ in range(3)]
+    assert {row["prediction"] for row in best} <= products
+    # Customers buy products of one kind of four, and the model has learnt which.
+    kinds = [(int(row["prediction"][4:]) // 30) == int(row["customer_id"][5:]) % 4 for row in best]
+    assert np.mean(kinds) > 0.5

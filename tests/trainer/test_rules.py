@@ -341,12 +341,22 @@ def test_arguments_that_cannot_be_are_refused(make, message):
     [
         (None, "several edge types; choose a metapath"),
         ([WRITES], "not a way back to its first node type"),
-        ([REV, WRITES], "for 'author' nodes, but seeds are 'paper' nodes"),
+        ([CITES], "seeds are 'author' nodes, but the metapath has only 'paper'"),
     ],
 )
 def test_a_metapath_has_to_lead_back_to_the_seeds(path, message):
     with pytest.raises(SettingsError, match=message):
-        DistWalkLoader(parts_of(hetero_data(), 2), 5, "paper", metapath=path)
+        DistWalkLoader(parts_of(hetero_data(), 2), 5, "author" if path == [CITES] else "paper", metapath=path)
+
+
+def test_a_node_of_another_type_walks_round_the_metapath_from_its_type():
+    graph, how = parts_of(hetero_data(), 2), {"input_nodes": "author", "num_walks": 9, "batch_size": 16}
+    batches = zip(
+        *(DistWalkLoader(graph, [4, 2], metapath=path, **how) for path in ([WRITES, REV], [REV, WRITES])), strict=True
+    )
+    for one, other in batches:
+        assert one.edge_types == [("author", "walks", "author")] and one["author", "author"].edge_index.numel()
+        assert_same(one, other)
 
 
 @pytest.mark.parametrize(
@@ -378,6 +388,10 @@ MODELS_OF_SCORES = {
 
 PUSHED = {"name": "ppr", "eps": 1e-3}
 
+AROUND = {
+    "name": "walks", "num_walks": 10, "length": 2, "metapath": ("author__writes__paper", "paper__rev_writes__author"),
+}  # fmt: skip
+
 LEARNED = {
     "links": ("synthetic", "gat", {"task": "link", "neighbors": PUSHED, "eval_negatives": "all"}),
     "typed links": (
@@ -385,20 +399,26 @@ LEARNED = {
         {"task": "link", "target": "paper__cites__paper,author__writes__paper", "neighbors": PUSHED},
     ),
     "links by walks": ("synthetic", "token-transformer", {"task": "link", "neighbors": {"name": "walks"}}),
+    "links between two types by walks": (
+        "synthetic-hetero", "rsage",
+        {"task": "link", "target": "author__writes__paper", "epochs": 12, "neighbors": AROUND},
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", LEARNED)
 def test_links_are_learned_from_neighbours_by_a_rule(case, tmp_path):
     dataset, model, settings = LEARNED[case]
-    of = "node__to__node" if dataset == "synthetic" else "paper__cites__paper"
+    of = "node__to__node" if dataset == "synthetic" else settings["target"].split(",")[0]
     parts = write_parts(tmp_path / "parts", 2, dataset, num_nodes=200, hold_out=of)
-    result = train(job(parts, tmp_path / "run", model=model, epochs=4, lr=0.01, batch_size=400, **settings), Ranks())
+    result = train(
+        job(parts, tmp_path / "run", model=model, lr=0.01, batch_size=400, **{"epochs": 4, **settings}), Ranks()
+    )
     losses = curve(tmp_path / "run")
     assert result.test is not None and losses[-1] < losses[0]
     found = infer(InferJob(tmp_path / "run" / "checkpoints" / "last.pt", parts, tmp_path / "out"), Ranks())
     assert f"{model} was run on neighbours by {settings['neighbors']['name']} (5, 5)" in found.files
-    if case != "links by walks":  # whose draws are those of another step
+    if "walks" not in case:  # whose draws are those of another step
         assert found.metrics["test"] == pytest.approx(dict(result.test))
     loaded = load_model(tmp_path / "run")
     assert loaded.built_from["metrics"] and all(torch.isfinite(weight).all() for weight in loaded.parameters())

@@ -59,7 +59,7 @@ class InferResult:
     task: str
     epoch: int  #: epoch of the weights that were used
     metrics: Metrics  #: metrics by split and name
-    nodes: int  #: number of nodes of the target type; for links, of both types; for labels of edges, of edges
+    nodes: int  #: of the target type (of a task table: rows); for links, of both types; for labels of edges, of edges
     files: str  #: what was written, in words
     fanouts: tuple[int, ...] | None  #: neighbours per hop of a model without layers; None: layer by layer, with all
 
@@ -82,7 +82,7 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
         saved = read_on_first(job.checkpoint, check, group)
         result = _infer(job, graph, saved, scratch, parquet, group)
         if group.rank == 0:
-            _report(result, job)
+            _report(result, job, graph)
         group.barrier()  # keeps this node's graph server alive until the slowest rank has finished
     return result
 
@@ -185,7 +185,7 @@ def _scratch(out: Path, rank: int) -> Path:
     return folder
 
 
-def _report(result: InferResult, job: InferJob) -> None:
+def _report(result: InferResult, job: InferJob, graph: Graph) -> None:
     record = {
         "target": target_name(result.target), "task": result.task, "nodes": result.nodes, "epoch": result.epoch,
         "metrics": {split: dict(values) for split, values in result.metrics.items()}, "fanouts": result.fanouts,
@@ -193,6 +193,8 @@ def _report(result: InferResult, job: InferJob) -> None:
     }  # fmt: skip
     (job.out / "infer.json").write_text(json.dumps(record, indent=1) + "\n")
     what = "nodes" if isinstance(result.target, str) or result.task == "link" else "edges"
+    if isinstance(result.target, str) and is_task_table(result.target, graph.manifest.graph_attrs):
+        what = "rows"
     of = f"{len(result.target)} edge types" if is_link_types(result.target) else type_name(result.target)
     print(f"{result.nodes:,} {what} of {of}, weights of epoch {result.epoch}", flush=True)
     for split, values in result.metrics.items():

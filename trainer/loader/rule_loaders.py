@@ -195,7 +195,8 @@ class DistWalkLoader(RuleLoader):
         length: Steps of each walk.
         restart: Probability that a walk returns to the seed before a step.
         metapath: Edge types of a step, from the seed outwards: each is walked from its target to its source, and the
-            last ends at the seed's type. Needed if the graph has several edge types.
+            last ends at the type where the first began. Seeds of another type on it walk round from there. Needed if
+            the graph has several edge types.
         weight_attr: Edge attribute; a step's chance is proportional to it.
         time_attr: Integer attribute of nodes or edges; edges later than the seed are not followed.
         loops: Whether the seed itself may be one of its neighbours.

@@ -115,7 +115,7 @@ class RuledHops:
         """
         rule, settings = self.settings.rule, self.settings
         assert rule is not None and not isinstance(rule, PPR)
-        path = metapath_of(rule, self.schema)
+        path = metapath_of(rule, self.schema, request.edge_type[2])
         walks = np.tile(np.arange(rule.num_walks, dtype=np.uint64), len(keys))
         with np.errstate(over="ignore"):
             walkers = hashed(np.repeat(keys, rule.num_walks) + walks * GOLDEN)

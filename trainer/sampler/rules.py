@@ -113,8 +113,8 @@ def check_rule(schema: GraphSchema, rule: Rule, targets: Collection[NodeType]) -
             " the first ends at the seed's type, each next one at the source type of the one before, and the last"
             " begins at the seed's type"
         )
-    if others := [of for of in targets if of != path[0][2]]:
-        raise SettingsError(f"walks: the metapath is for {path[0][2]!r} nodes, but seeds are {others[0]!r} nodes")
+    for of in targets:
+        metapath_of(rule, schema, of)
 
 
 def _check_direction(rule: PPR, schema: GraphSchema) -> None:
@@ -141,12 +141,24 @@ def _check_direction(rule: PPR, schema: GraphSchema) -> None:
         )
 
 
-def metapath_of(rule: Walks, schema: GraphSchema) -> Sequence[EdgeType]:
-    if rule.metapath or list(schema.nodes) == [HOMO_NODE]:
-        return rule.metapath or [HOMO_EDGE]
-    if len(schema.edges) == 1:
-        return list(schema.edges)
-    raise SettingsError(f"walks: the graph has several edge types; choose a metapath among {list(schema.edges)}")
+def metapath_of(rule: Walks, schema: GraphSchema, start: NodeType | None = None) -> Sequence[EdgeType]:
+    """Return the edge types of a step from a node of type ``start``, seed outwards; without it, as ``rule`` has them.
+
+    The metapath is a circle: a node of another type on it walks round from where its type is first reached.
+    """
+    path: Sequence[EdgeType] = rule.metapath
+    if not path and list(schema.nodes) == [HOMO_NODE]:
+        path = [HOMO_EDGE]
+    elif not path and len(schema.edges) == 1:
+        path = list(schema.edges)
+    if not path:
+        raise SettingsError(f"walks: the graph has several edge types; choose a metapath among {list(schema.edges)}")
+    ends = [target for _, _, target in path]
+    if start is None:
+        return path
+    if start not in ends:
+        raise SettingsError(f"walks: seeds are {start!r} nodes, but the metapath has only {', '.join(map(repr, ends))}")
+    return [*path[ends.index(start) :], *path[: ends.index(start)]]
 
 
 def num_requests(schema: GraphSchema, settings: SampleSettings) -> int:

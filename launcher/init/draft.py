@@ -24,6 +24,8 @@ COLUMN = 40  #: where comments after a text begin
 
 WIDTH = 118  #: characters; longer comments are wrapped
 
+STEPS, STEPS_OF_EPOCH, MOST_EPOCHS = 300, 12, 100  #: of a drafted training, at least, as far as so many epochs suffice
+
 
 @dataclass(frozen=True)
 class Line:
@@ -97,6 +99,11 @@ class Draft:
     graph: GraphDraft
     file: str  #: name of the file, for the commands in its comments
     program: str = "gnnfleet"  #: command that starts gnnfleet, for the same
+
+    @property
+    def world(self) -> int:
+        """Number of training processes."""
+        return sum(len(ids) or 1 for ids in self.devices.values())
 
     @property
     def default(self) -> Environment | None:
@@ -339,18 +346,35 @@ def _link_type(options: Mapping[str, Any]) -> tuple[str, bool]:
     return f"{node}__{name}__{node}" if others or more else "node__to__node", timed
 
 
+def pace(rows: int | None, world: int, per_process: int, epochs: int) -> tuple[int, int]:
+    """Return the batch size of ``world`` processes together, and the number of epochs, for training on ``rows`` rows.
+
+    Few rows make smaller batches and more epochs, as a model needs some hundreds of steps, however small its data.
+    ``rows`` is None if their number is not known, as of graphs that are no tables.
+    """
+    batch = max(2 * per_process, per_process * world)
+    if not rows:
+        return batch, epochs
+    train = max(1, int(0.7 * rows))
+    batch = min(batch, max(64, 16 * world, 1 << (train // STEPS_OF_EPOCH).bit_length()))
+    return batch, min(MOST_EPOCHS, max(epochs, -(-STEPS // -(-train // batch))))
+
+
 def _train(draft: Draft) -> Iterator[Line]:
-    world = sum(len(ids) or 1 for ids in draft.devices.values())
-    hetero, options = draft.graph.hetero, draft.graph.options
+    hetero, options, world = draft.graph.hetero, draft.graph.options, draft.world
     links = draft.graph.dataset == "tables" and _predicts_links(options)
     yield Line("train:", "for the bundled trainer; give your own script after -- on the command line")
     tasks = options.get("tasks", {})
     if tasks and not any("label" in table for table in options["nodes"].values()):
-        yield from _train_task(draft, world)
+        yield from _train_task(draft)
         return
     if tasks:
         labelled = next(of for of, table in options["nodes"].items() if "label" in table)
         yield Line(f"  target: {labelled}", f"or {', '.join(tasks)}, as docs/data.md describes under Task tables")
+    tables = [*options.get("edges" if links else "nodes", {}).values()]
+    learned = next((table for table in tables if _is_split(table) or "label" in table), tables[0] if links else {})
+    rows = draft.graph.comments.get("rows", {}).get(learned.get("files"))
+    batch, epochs = pace(rows, world, 512, 20 if links else 10)
     if links:
         yield Line("  task: link")
         if _link_type(options)[1]:
@@ -362,8 +386,8 @@ def _train(draft: Draft) -> Iterator[Line]:
         yield Line("  eval_negatives: all", "held-out links are ranked among all nodes, less those that are known")
         yield Line("  metrics: [mrr, hits@1, hits@10]", "the first one chooses the best epoch")
         yield Line("  hidden: 64")
-        yield Line(f"  batch_size: {max(1024, 512 * world)}", "over all processes together")
-        yield Line("  epochs: 20")
+        yield Line(f"  batch_size: {batch}", "over all processes together")
+        yield Line(f"  epochs: {epochs}")
         yield Line("  lr: 0.01")
         return
     roles = ("features", "one_hot", "categories")
@@ -376,8 +400,9 @@ def _train(draft: Draft) -> Iterator[Line]:
         yield Line("  metrics: [recall@20, ndcg@20]", "the first one chooses the best epoch")
         yield Line("  hidden: 64")
         yield Line("  fanouts: [20, 10]", "neighbours per hop; -1: all")
-        yield Line(f"  batch_size: {max(2048, 1024 * world)}", "over all processes together")
-        yield Line("  epochs: 30")
+        batch, epochs = pace(rows, world, 1024, 30)
+        yield Line(f"  batch_size: {batch}", "over all processes together")
+        yield Line(f"  epochs: {epochs}")
         yield Line("  lr: 0.01")
         return
     if links:
@@ -391,12 +416,12 @@ def _train(draft: Draft) -> Iterator[Line]:
         f"  fanouts: {'[8, 4]' if hetero else '[15, 10]'}",
         f"neighbours per hop{', of each edge type' if hetero else ''}",
     )
-    yield Line(f"  batch_size: {max(1024, 512 * world)}", "over all processes together")
-    yield Line(f"  epochs: {20 if links else 10}")
+    yield Line(f"  batch_size: {batch}", "over all processes together")
+    yield Line(f"  epochs: {epochs}")
     yield Line(f"  lr: {0.003 if links else 0.005}")
 
 
-def _train_task(draft: Draft, world: int) -> Iterator[Line]:
+def _train_task(draft: Draft) -> Iterator[Line]:
     """Yield the lines of ``train`` for the first task table, and those for recommendations as comments."""
     options, comments = draft.graph.options, draft.graph.comments
     target, task = next(iter(options["tasks"].items()))
@@ -411,15 +436,18 @@ def _train_task(draft: Draft, world: int) -> Iterator[Line]:
     if kind == "link":
         yield Line("  eval_negatives: all", f"the list of a row is ranked among all {task['targets']} nodes")
         yield Line("  negatives: 512", "targets per step, for the loss; all, if there are fewer")
+        yield Line("  dropout: 0.0", "dropped values blur the order of targets")
         yield Line("  fanouts: [15, 15, 10]", f"the {task['entity']} of a row; neighbours per hop, of each edge type")
     else:
         yield Line("  fanouts: [1, 15, 10]", f"the {task['entity']} of a row; neighbours per hop, of each edge type")
     yield Line("  time_attr: time", "nodes later than a row are not seen")
     yield Line("  temporal_strategy: last", "the latest neighbours; uniform: random ones")
-    yield Line(f"  batch_size: {max(512, 256 * world)}", "over all processes together")
-    yield Line("  epochs: 10")
+    batch, epochs = pace(comments["rows"][task["table"]], draft.world, 256, 10)
+    yield Line(f"  batch_size: {batch}", "over all processes together")
+    yield Line(f"  epochs: {epochs}")
     yield Line("  lr: 0.005")
     if links:
+        batch, epochs = pace(comments["rows"][links["table"]["files"]], draft.world, 512, 20)
         yield Line("  # END")
         for line in (
             "task: link",
@@ -431,8 +459,8 @@ def _train_task(draft: Draft, world: int) -> Iterator[Line]:
             "negatives: 256",
             "eval_negatives: all",
             "metrics: [recall@20, ndcg@20]",
-            f"batch_size: {max(1024, 512 * world)}",
-            "epochs: 20",
+            f"batch_size: {batch}",
+            f"epochs: {epochs}",
             "lr: 0.01",
         ):
             yield Line(f"  # {line}")

@@ -136,7 +136,7 @@ def test_tables_to_churn_and_to_recommendations(make_cluster: Any, tmp_path: Pat
     assert {row["target"] for row in best} <= products
 
     draft("lists", operator.cwd / "lists.yml")
-    ended = gnnfleet("--config", "lists.yml", "--run-id", "lists", "--epochs", "3", "--plain")
+    ended = gnnfleet("--config", "lists.yml", "--run-id", "lists", "--epochs", "20", "--plain")
     assert "test recall@10" in ended
     printed = gnnfleet("infer", "lists", "--top-k", "3")
     with duckdb.connect() as database:

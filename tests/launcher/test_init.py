@@ -23,6 +23,7 @@ from launcher.cli import main
 from launcher.config.loader import load_config
 from launcher.errors import AuthError, HostKeyError, TransportError, UnreachableError
 from launcher.init import wizard
+from launcher.init.draft import pace
 from launcher.init.request import dataset_of
 from launcher.node.programs import environments, packages
 from terminal import Terminal
@@ -371,3 +372,17 @@ def test_a_folder_with_tables_or_folders_of_tables_is_recognised(tmp_path: Path,
     path.parent.mkdir(parents=True)
     path.touch()
     assert dataset_of(str(tmp_path / "graph")) == (dataset, str(tmp_path / "graph"))
+
+
+@pytest.mark.parametrize(
+    "rows, world, expected",
+    [
+        (None, 2, (512, 10)),
+        (10_000_000, 8, (2048, 10)),
+        (2_200, 3, (256, 43)),
+        (50, 1, (64, 100)),
+        (50, 32, (512, 100)),
+    ],
+)
+def test_few_rows_make_small_batches_and_many_epochs(rows: int | None, world: int, expected: tuple[int, int]) -> None:
+    assert pace(rows, world, 256, 10) == expected

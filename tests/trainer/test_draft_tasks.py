@@ -138,6 +138,7 @@ def test_rows_that_list_nodes_are_a_task(tmp_path: Path, lists: bool) -> None:
         }
     }  # fmt: skip
     assert drafted["comments"]["learn"] == ["link", ["recall@10", "ndcg@10", "map@10"]]
+    assert drafted["comments"]["rows"][file] == (len(MONTHS) if lists else sum(len(of) for *_, of in bought))
     assert "links" not in drafted["comments"] and {"order", "click"} < drafted["nodes"].keys()
     del drafted["comments"]
     (tmp_path / "work").mkdir()

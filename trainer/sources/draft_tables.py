@@ -206,14 +206,23 @@ def draft_tables(folder: Path) -> dict[str, Any]:
     task (task, metrics), and ``links`` an edge table for recommendations, if there can be one. If there are no edges
     between node tables, a table with two columns of repeated ids is an edge table, if need be between nodes without a
     table. With several node types, option ``undirected`` is set. ``comments`` of the result says what was guessed, and
-    why columns are not used, by node and edge type; ``unused`` in it is about files.
+    why columns are not used, by node and edge type; ``unused`` in it is about files, and ``rows`` has the number of
+    rows of each, if they have labels that of the labelled ones.
 
     Raises ``DataError`` if no node or edge table is found, or if the folder of a table has files of both kinds.
     """
     with TemporaryDirectory(prefix="gnnfleet-tables-") as work:
         database = Database(Path(work), None)
         try:
-            return _draft(_found(database, folder))
+            found = _found(database, folder)
+            drafted = _draft(found)
+            tables = (*drafted["nodes"].values(), *drafted.get("tasks", {}).values())
+            labels = {table.get("files", table.get("table")): table["label"] for table in tables if "label" in table}
+            drafted["comments"]["rows"] = {
+                one.file: next((c.present for c in one.columns if c.name == labels.get(one.file)), 0) or one.rows
+                for one in found
+            }
+            return drafted
         finally:
             database.close()
 

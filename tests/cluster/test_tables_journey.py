@@ -88,6 +88,7 @@ def without_comment_marks(text: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_tables_to_churn_and_to_recommendations(make_cluster: Any, tmp_path: Path) -> None:
     cluster: NetCluster = make_cluster(3)
     operator = Operator(cluster, tmp_path / "home")
@@ -110,7 +111,7 @@ def test_tables_to_churn_and_to_recommendations(make_cluster: Any, tmp_path: Pat
 
     path = operator.cwd / "cluster.yml"
     text = draft("shop", path)
-    assert "test ROC-AUC" in gnnfleet("--config", "cluster.yml", "--run-id", "churn", "--plain")
+    assert "test ROC-AUC" in gnnfleet("--config", "cluster.yml", "--run-id", "churn", "--epochs", "8", "--plain")
     gnnfleet("infer", "churn")
     with (operator.cwd / "shop/churn.csv").open() as file:
         given = list(csv.DictReader(file))
@@ -126,7 +127,7 @@ def test_tables_to_churn_and_to_recommendations(make_cluster: Any, tmp_path: Pat
     assert len(test) > 100 and area(label, score) > 0.65
 
     path.write_text(without_comment_marks(text))
-    assert "test recall@20" in gnnfleet("--config", "cluster.yml", "--run-id", "recommends", "--plain")
+    assert "test recall@20" in gnnfleet("--config", "cluster.yml", "--run-id", "recommends", "--epochs", "5", "--plain")
     gnnfleet("infer", "recommends", "--top-k", "5")
     with (operator.cwd / "runs/recommends/predictions/source/predictions.csv").open() as file:
         best = list(csv.DictReader(file))

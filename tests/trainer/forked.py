@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -85,8 +86,9 @@ def fork(words: Sequence[str], env: Mapping[str, str], cwd: Path = REPOSITORY) -
 
 
 def share_server() -> None:
-    """Start the server, for this process and those that it forks."""
+    """Start the server, for this process and those that it forks, and do here what it does before it forks."""
     _start_server()
+    importlib.import_module("preloaded")
     _server.ensure_running = lambda: None  # it would wait for the server, which is no child of a forked process
 
 

@@ -136,7 +136,6 @@ RUNS: dict[str, tuple[Callable[[Path], Path], dict[str, Any]]] = {
         ),
         {"model": "rsage", "task": "link", "negatives": 9, "eval_negatives": 20, "eval_batch_size": 2},
     ),
-    "own columns": (lambda at: parts_of(at, dataset("columns", COUNTS["nine"], False)), {"model": OWN}),
     "own classes": (
         lambda at: parts_of(at, dataset("classification", COUNTS["nine"], True)),
         {"model": OWN, "class_weights": "balanced", "label_smoothing": 0.1, "metrics": ("macro_f1", "roc_auc")},

@@ -15,7 +15,8 @@ SCENARIO ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-WORKERS = $(if $(findstring .py,$(ARGS)),,--workers auto)
+# A file stays with one worker, which makes what its tests share once.
+WORKERS = $(if $(findstring .py,$(ARGS)),,-n auto --dist loadfile --no-loadscope-reorder)
 HOST_TOOLS := sshd:openssh-server ssh:openssh-client ip:iproute2 sshfs:sshfs tcsh:tcsh ch-run:charliecloud \
   slurmctld:slurmctld slurmd:slurmd srun:slurm-client munged:munge
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -9,17 +9,16 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from launching import Launched, launch, local_config
-from parallel import run_tests
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -55,10 +54,6 @@ settings.register_profile("here", deadline=None)  # a busy machine is slow at ti
 settings.load_profile("here")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", help="number of processes; auto: by the cores; 0, the default: this one")
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     # Temporary files are where pytest removes them some runs later. torch_geometric, for one, leaves one per layer.
@@ -66,25 +61,37 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    workers = session.config.option.workers or "0"
-    if workers == "auto":
-        # Fast tests wait for more than half of their time. Slow ones compute more, and watch runs that have deadlines.
-        cores = min(len(os.sched_getaffinity(0)), 6)
-        workers = cores + (1 if session.config.option.markexpr == "slow" else 4)
-    if int(workers) == 0 or session.testsfailed or session.config.option.collectonly:
-        return None
-    if "forked" in sys.modules:
-        sys.modules["forked"].share_server()
-    run_tests(session, int(workers))
-    return True
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    # Fast tests wait for more than half of their time. Slow ones compute more, and watch runs that have deadlines.
+    cores = min(len(os.sched_getaffinity(0)), 6)
+    return cores + (1 if config.option.markexpr == "slow" else 4)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    # Parallel workers run no other test beside one that is marked ``quiet``. All take ``turnstile`` first, so that no
+    # test overtakes a quiet one that waits. Record locks, because processes that a test forks do not inherit them.
+    if getattr(item.config, "cache", None) is None:  # -p no:cacheprovider, as in a test that runs pytest
+        return (yield)
+    folder = item.config.cache.mkdir("quiet")
+    with open(folder / "turnstile", "a+") as turnstile, open(folder / "tests", "a+") as tests:
+        fcntl.lockf(turnstile, fcntl.LOCK_EX)
+        fcntl.lockf(tests, fcntl.LOCK_EX if item.get_closest_marker("quiet") else fcntl.LOCK_SH)
+        fcntl.lockf(turnstile, fcntl.LOCK_UN)
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     # garbage collection would take half of the CPU time of collecting tests; later, frozen objects are skipped
     gc.disable()
+    if worker := getattr(session.config, "workerinput", None):
+        # All workers import all files. In a new checkout, each first rewrites the assertions of its share of them.
+        files = sorted(Path(__file__).parent.rglob("test_*.py"))
+        for path in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+            with suppress(pytest.Module.CollectError):  # reported when the file is collected
+                _ = pytest.Module.from_parent(session, path=path).obj
     try:
         return (yield)
     finally:
@@ -154,7 +161,7 @@ def local_runs(tmp_path_factory: pytest.TempPathFactory, registry_of_runs: None)
     Launch "one" has one node with one part, "two" has two nodes with one METIS part each. Both train on equal batches.
     """
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_WORKER" in os.environ else base) / "local-runs"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "local-runs"
     folder.mkdir(exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

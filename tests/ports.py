@@ -30,7 +30,7 @@ def _next(count: int) -> int:
     global _offset
     if _offset + count > _SHARE:
         _offset = 0
-    worker = int(os.environ.get("PYTEST_WORKER", 0)) % _WORKERS
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % _WORKERS
     first = _FIRST + worker * _SHARE + _offset
     _offset += count
     return first

@@ -12,8 +12,8 @@ import pytest
 from waiting import DEADLINE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-COLLECTED = "collected 95 items / 5 deselected / 90 selected"
-CUT_OFF = "!!!!!! session-timeout: 2000.0 sec exceeded !!!!!!"
+COLLECTED = "3 workers [90 items]"
+CUT_OFF = "!!!!!! xdist.dsession.Interrupted: session-timeout: 2000.0 sec exceeded !!!!!!"
 FAILED = "FAILED tests/trainer/test_metis.py::test_large - assert 1 == 2"
 PASSED = "CI: check, tests and slow tests passed"
 
@@ -83,6 +83,6 @@ def test_a_test_that_fails_beside_others_is_tried_again_alone_and_reported(tmp_p
     (tmp_path / "passes").mkdir()
     status, calls, last = ci(tmp_path / "passes", make.replace("AGAIN", "echo '1 passed'"))
     assert (status, last) == (0, f"{PASSED}, 1 OF THE TESTS ONLY AT THE SECOND ATTEMPT.")
-    assert calls[:3] == ["check", "test", "test ARGS=--last-failed --last-failed-no-failures=none --workers 0"]
+    assert calls[:3] == ["check", "test", "test ARGS=--last-failed --last-failed-no-failures=none -n 0"]
     (tmp_path / "fails").mkdir()
     assert ci(tmp_path / "fails", make.replace("AGAIN", "exit 2"))[:2] == (1, calls[:3])

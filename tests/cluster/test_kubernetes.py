@@ -133,7 +133,7 @@ def test_own_script_of_clients_and_the_end_of_a_pod(tmp_path: Path, make_cluster
     (pid,) = [pid for pid, line in scene.kubelet.processes(scene.nodes[1]) if line == command]
     os.kill(pid, signal.SIGTERM)  # as kubectl delete does
     assert [server.wait(DEADLINE), client.wait(DEADLINE)] == [1, 1], scene.logs()
-    assert "node1: stopped: SIGTERM" in scene.kubelet.log(scene.nodes[1])
+    assert "node1: stopped: its supervisor got SIGTERM" in scene.kubelet.log(scene.nodes[1])
     assert "node0: done: node1 (toy-clients-0-0.toy): its supervisor got SIGTERM" in scene.kubelet.log(scene.nodes[0])
     assert [process.wait(DEADLINE) for process in scene.start(*scene.nodes)] == [0, 0], scene.logs()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import runpy
@@ -22,7 +21,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _PRELOADED = ["preloaded"]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOADED)
-_server = forkserver._forkserver  # type: ignore[attr-defined]
 
 
 class Forked:
@@ -85,18 +83,11 @@ def fork(words: Sequence[str], env: Mapping[str, str], cwd: Path = REPOSITORY) -
     return Forked(_run, (list(words),), env, cwd)
 
 
-def share_server() -> None:
-    """Start the server, for this process and those that it forks, and do here what it does before it forks."""
-    _start_server()
-    importlib.import_module("preloaded")
-    _server.ensure_running = lambda: None  # it would wait for the server, which is no child of a forked process
-
-
 def _start_server() -> None:
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     os.environ |= {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/tests:{Path(__file__).parent}", "OMP_NUM_THREADS": "1"}
     try:
-        _server.ensure_running()
+        forkserver.ensure_running()
     finally:
         for name, value in before.items():
             if value is None:

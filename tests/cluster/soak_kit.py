@@ -19,7 +19,7 @@ from soak_config import cluster_file, job_words
 from soak_curves import Undisturbed, curve_of, epochs_begun
 from ssh_nodes import WORKDIR
 
-CLEAN_WITHIN = 10.0  # seconds within which all processes of a stopped run must end
+CLEAN_WITHIN = 60.0  # seconds within which all processes of a stopped run must end, also on a busy machine
 PATIENCE = 60.0  # further seconds after a time limit, until the run counts as hanging
 LONGEST_CURVE = 60  # epochs; curves of longer runs are not compared, because the undisturbed run takes too long
 

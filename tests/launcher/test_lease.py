@@ -29,7 +29,7 @@ PROGRAM = Path(lease.__file__)
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     # pytest's temporary folders are closed to other users
-    with tempfile.TemporaryDirectory(prefix="gf-leases-") as parent:
+    with tempfile.TemporaryDirectory(prefix="gf-leases-", dir="/tmp") as parent:
         os.chmod(parent, 0o711)
         path = Path(parent) / "leases"
         monkeypatch.setenv("GNNFLEET_LEASES", str(path))

@@ -244,10 +244,9 @@ def partition(
 ) -> None:
     """Cut a graph into parts, and work with parts.
 
-    make cuts a graph into parts. convert reads the parts of torch_geometric, GLT or DGL, or writes those of
-    torch_geometric. repartition changes the number of parts. diff compares two folders of parts, verify checks one,
-    inspect describes it. tables drafts the section `data` for tables. push uploads parts to an object store, fetch
-    downloads them.
+    make cuts a graph into parts. convert reads the parts of torch_geometric, GLT or DGL. repartition changes the
+    number of parts. verify checks a folder of parts, inspect describes it. tables drafts the section `data` for
+    tables. push uploads parts to an object store, fetch downloads them.
 
     With --config the graph and the folder come from the file. Other words are passed to
     `python -m trainer partition`; `partition make --help` shows its options.

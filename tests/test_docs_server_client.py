@@ -15,8 +15,9 @@ import pytest
 import yaml
 
 from launcher.cli.main import run
-from launcher.config.schema import RunConfig, TrainConfig
+from launcher.config.schema import RunConfig
 from launching import REPOSITORY
+from trainer.core.train_config import TrainConfig
 from waiting import DEADLINE
 
 PAGE = (REPOSITORY / "docs/server_client.md").read_text()

@@ -35,6 +35,9 @@ FOREIGN = {
     "trainer.core.rng": ["torch"],
     "trainer.core.arrays": ["torch"],
 }
+#: Modules of the trainer that ``launcher`` imports: the settings that it writes and the trainer reads. They need the
+#: standard library only.
+SHARED = {"trainer.core.errors", "trainer.core.fields", "trainer.core.remote_settings", "trainer.core.train_config"}
 #: Installed packages that a module of launcher.node may import.
 PACKAGES_ON_NODES = {
     "launcher.node.remote_folder": ["fsspec"],
@@ -118,10 +121,15 @@ def test_foreign_packages_are_not_imported(package: str) -> None:
         f"{module} imports {name}"
         for module in MODULES
         if within(module, package)
-        for name in imports_of(module)
+        for name in imports_of(module) - (SHARED if package == "launcher" else set())
         if any(within(name, other) for other in FOREIGN[package])
     ]
     assert wrong == []
+
+
+def test_what_the_launcher_shares_with_the_trainer_needs_the_standard_library_only() -> None:
+    for module in SHARED:
+        assert {name for name in imports_of(module) if name.split(".")[0] not in sys.stdlib_module_names} <= SHARED
 
 
 def test_node_programs_use_the_standard_library_only() -> None:

@@ -1,7 +1,7 @@
 """gnnfleet's distributed trainer: partitioning, sampling, graph service and training.
 
 This package never imports ``launcher``. Launcher and trainer communicate through command lines, environment variables
-and the files described in ``docs/ARCHITECTURE.md``.
+and the files described in ``docs/ARCHITECTURE.md``; ``trainer.core.train_config`` declares the settings for both.
 
 Scripts should import the public names from ``gnnfleet`` instead, because a file trainer.py beside a script would shadow
 this package.

@@ -7,14 +7,14 @@ import re
 import shlex
 from dataclasses import fields
 
-from launcher.config.cache_size import parse_bytes
 from launcher.config.dataset_names import misspelt
 from launcher.config.roles import host_key
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_workdir
-from launcher.config.train_consistency import check_cache_size, check_training
+from launcher.config.train_consistency import check_training
 from launcher.config.validation import Reader
 from launcher.node.environment import RANK_VARIABLES
 from launcher.text import count
+from trainer.core.remote_settings import CacheSize, parse_bytes
 
 _MOST_RANKS = 65_536
 
@@ -236,7 +236,11 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
             ("data", "partition", "method"),
             "data.partition.method: keep is for `dataset: partition`, whose source is a partition folder",
         )
-    check_cache_size("data.cache", data.cache, "the remote rows", reader)
+    if reader.good(("data", "cache")):
+        try:
+            CacheSize.parse(data.cache)
+        except ValueError as error:
+            reader.report(("data", "cache"), f"data.cache: {error}")
     memory, place = data.partition.memory, ("data", "partition", "memory")
     if memory is not None and not _MEMORY.fullmatch(memory.strip()) and reader.good(place):
         reader.report(place, f"data.partition.memory: expected a size (4GB), found `{memory}`")

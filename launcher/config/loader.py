@@ -18,7 +18,7 @@ import yaml
 
 from launcher.config.allocation import decides_nodes, with_allocation
 from launcher.config.consistency import check, check_nodes
-from launcher.config.schema import ClusterConfig, NodeConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.config.validation import KeyPath, Reader, dotted, has_keys, short_form
 from launcher.errors import ConfigError, Problem
 from launcher.files import read_text
@@ -38,6 +38,7 @@ from launcher.yaml_tree import (
     split_override,
     tree_of,
 )
+from trainer.core.train_config import TrainConfig
 
 if TYPE_CHECKING:
     from launcher.config.importers.base import Foreign

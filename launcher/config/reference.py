@@ -15,7 +15,8 @@ from launcher.files import CODE_ROOT
 _INTRO = """\
 # cluster.yml, key by key
 
-<!-- Written by python -m launcher.config.reference; change the help texts in launcher/config/schema.py. -->
+<!-- Written by python -m launcher.config.reference; the help texts are in launcher/config/schema.py and
+trainer/core/train_config.py. -->
 
 Ready-made files are in `templates/`. The smallest config that runs on two machines:
 

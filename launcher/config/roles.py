@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.config.schema import TRACKERS, ClusterConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.errors import node_label
+from trainer.core.train_config import TRACKERS
 
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:
@@ -63,7 +64,7 @@ def extra_packages(config: ClusterConfig, k: int) -> tuple[str, ...]:
     may_lead = k == lead(config) or (config.run.restarts and config.nodes[k].trains)
     return (
         *(store_packages(config) if config.nodes[k].holds else ()),
-        *(TRACKERS[name][1] for name in config.train.track or () if may_lead),
+        *(TRACKERS[name].package.replace("-", "_") for name in config.train.track or () if may_lead),
         *(("prometheus_client",) if config.run.prometheus else ()),
     )
 

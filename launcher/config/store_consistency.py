@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from launcher.config.cache_size import parse_bytes
 from launcher.config.schema import ClusterConfig
 from launcher.config.validation import Reader
 from launcher.errors import UsageError
+from trainer.core.remote_settings import parse_bytes
 
 _URL = re.compile(r"[a-z][a-z0-9+.:-]*://[^\s/]+/?.*|file:///.+", re.IGNORECASE)
 

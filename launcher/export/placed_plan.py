@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.command import Secret, is_secret
-from launcher.config.cache_size import parse_bytes
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.schema import NodeConfig
 from launcher.errors import UsageError
 from launcher.plan.build import make_plan
 from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.plan.partition import PartitionFiles, partitioning, read_partition_files
+from trainer.core.remote_settings import parse_bytes
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 from launcher import __version__
 from launcher.command import Secret
-from launcher.config.cache_size import parse_bytes
 from launcher.errors import UsageError
 from launcher.export.placed_plan import ExportRequest, cpus_of, memory_of
 from launcher.node.pods import exported_run
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.serialize import run_json
+from trainer.core.remote_settings import parse_bytes
 
 HOME = "/gnnfleet"  #: mount path of the volume with runs, parts and compiled kernels
 

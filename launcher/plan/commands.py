@@ -10,10 +10,10 @@ from functools import cached_property
 from launcher.command import Command, Secret
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import ServingCluster, clients, gateways, host_key
-from launcher.config.schema import TrainConfig
 from launcher.node.environment import World
 from launcher.plan.model import NO_SITE, NodeFacts, NodePlan, OwnCommand, PlannedFile, Topology
 from launcher.plan.placement import endpoint, host_processes, node_interface, with_user_env
+from trainer.core.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher.command import Command, Secret, render
-from launcher.config.cache_size import parse_bytes
 from launcher.files import CODE_ROOT, file_sha256
 from launcher.node.spec import NodeSpec, RunNode
 from launcher.plan.commands import PlanContext, tracker_command
 from launcher.plan.model import NodePlan, PlannedFile, copied, generated
 from launcher.plan.partition import PartFile, PartitionFiles
 from launcher.plan.placement import endpoint
+from trainer.core.remote_settings import parse_bytes
 
 FETCH_SPEC = "fetch.json"  #: file of a run folder: what ``launcher/node/store/fetch_parts.py`` fetches
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from launcher.command import Command
-from launcher.config.schema import TrainConfig, login_text
+from launcher.config.schema import login_text
 from launcher.files import file_sha256
 from launcher.node.spec import RunNode
+from trainer.core.train_config import TrainConfig
 
 #: Option of Python for programs of ``launcher/node`` that need the standard library only. Without it Python reads the
 #: .pth files of all installed packages, which can take longer than the rest of its start.

@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.config.schema import LINE, ClusterConfig
+from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
 from launcher.hostlist import split_list
+from trainer.core.fields import LINE
 
 _NAME = re.compile(r"[a-z][a-z0-9-]*")
 

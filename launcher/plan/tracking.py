@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from launcher.config.schema import TRACKERS
 from launcher.hostlist import fold
 from launcher.plan.commands import PlanContext
 from launcher.plan.model import PlannedFile, copied
+from trainer.core.train_config import TRACKERS
 
 #: Their files that a resumed run needs, below ``track/`` in the folder of the run before: where each one was, and the
 #: local ones that it adds to. What W&B has sent is left out.

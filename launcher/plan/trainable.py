@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher.config.schema import METRICS, ClusterConfig, DataConfig, TrainConfig, is_own_model
+from launcher.config.schema import ClusterConfig, DataConfig
 from launcher.errors import FleetError, UsageError
 from launcher.node.json_reader import loads
 from launcher.plan.commands import train_flags
 from launcher.plan.partition import NodesSpec, PartitionFiles, read_partition_files, trainer_output
+from trainer.core.train_config import METRICS, TrainConfig, is_own_model
 
 #: Models that train on homogeneous graphs only; the other models train on any graph.
 HOMOGENEOUS_MODELS = ("sage", "gcn", "gat")

@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from launcher.config.roles import extra_packages
-from launcher.config.schema import TRACKERS
 from launcher.node.programs import packages
 from launcher.preflight.finding import Finding, Severity, Survey
 from launcher.text import OWN_VENV, index, new_venv
+from trainer.core.train_config import TRACKERS
+
+_TRACKERS = tuple(tracker.package.replace("-", "_") for tracker in TRACKERS.values())
 
 ALL = 99  #: all numbers of a version
 
@@ -63,7 +65,7 @@ RULES = (
     Rule("s3fs", 0),
     Rule("gcsfs", 0),
     Rule("prometheus_client", 0),
-    *(Rule(package, 0) for _, package in TRACKERS.values()),
+    *(Rule(package, 0) for package in _TRACKERS),
 )
 
 _SPOKEN = {"cuda": "torch's CUDA", "nccl": "NCCL", "build": "torch build", "arch": "processor"}
@@ -279,8 +281,7 @@ def _launcher_version(survey: Survey, k: int, name: str) -> str:
 
 @cache
 def _own() -> dict[str, str]:
-    trackers = (package for _, package in TRACKERS.values())
-    return packages.versions(("fsspec", "s3fs", "gcsfs", "prometheus_client", *trackers))
+    return packages.versions(("fsspec", "s3fs", "gcsfs", "prometheus_client", *_TRACKERS))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

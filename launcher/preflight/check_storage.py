@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from launcher.config.cache_size import CacheSize
 from launcher.config.roles import clients, gateways, serves
 from launcher.config.schema import ClusterConfig
 from launcher.node.exit_description import size
 from launcher.preflight.finding import Finding, GraphSize, Survey
+from trainer.core.remote_settings import CacheSize
 
 _MB = 10**6
 

@@ -22,7 +22,7 @@ from launcher.config.allocation import in_batch_job
 from launcher.config.loader import to_yaml
 from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.roles import ServingCluster
-from launcher.config.schema import ClusterConfig, is_own_model
+from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, Interrupted, OutOfReach, PreflightRefused, TransportError, UsageError
 from launcher.files import write_whole
 from launcher.plan.build import final_plan, make_plan, new_token, offline_plan
@@ -47,6 +47,7 @@ from launcher.sync.push import sync
 from launcher.text import count, spans
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
+from trainer.core.train_config import is_own_model
 
 _PORTS_STAY_FREE = 1.0  # seconds; a launch that has waited longer for its parts looks again which ports are busy
 

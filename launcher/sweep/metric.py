@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from launcher.errors import UsageError
 from launcher.report.task_metric import TaskMetric, metric_of
-
-_LOWER = ("loss", "mae", "rmse")  # less is better; as in trainer/train/tasks
+from trainer.core.train_config import LOWER_IS_BETTER
 
 _SPLITS = ("train", "val", "test")
 
@@ -26,7 +25,9 @@ class Metric:
             raise UsageError(f"--metric {name}: write SPLIT_NAME, as val_accuracy, or loss for that of training")
         self.split, self.name = ("train", "loss") if name in ("loss", "train_loss") else (split or "val", rest)
         self.fixed = {"max": "more", "min": "less"}.get(goal, "")
-        self.better: Literal["more", "less"] = "less" if self.name in _LOWER or self.fixed == "less" else "more"
+        self.better: Literal["more", "less"] = (
+            "less" if self.name in LOWER_IS_BETTER or self.fixed == "less" else "more"
+        )
         if self.fixed == "more":
             self.better = "more"
         self.title = f"{self.split} {self.name}".strip()

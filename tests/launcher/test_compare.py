@@ -12,11 +12,12 @@ import pytest
 
 from launcher.cli.main import run
 from launcher.config.loader import to_yaml
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.report.compare import Comparison, compare, figures_of
 from launcher.report.launch_file import LaunchFile
 from launcher.report.run_folder import read_folder
 from metrics_kit import lines_of
+from trainer.core.train_config import TrainConfig
 
 CONFIG = ClusterConfig(
     nodes=(NodeConfig("gnn1"), NodeConfig("gnn2")),

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from findings_kit import GB, VERSIONS, cluster, found, gpu, survey_of, versions, with_gpus
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.node.exit_description import size
 from launcher.node.programs.packages import PACKAGES
 from launcher.preflight.check_health import slow_hosts
 from launcher.preflight.finding import Finding, GraphSize, Survey
 from launcher.preflight.preflight import all_findings
 from launcher.preflight.preflight_report import PreflightReport
+from trainer.core.train_config import TrainConfig
 
 
 def the_one(*arguments: Any, **more: Any) -> Finding:

@@ -19,7 +19,7 @@ from rich.console import Console
 from follow_kit import FakeNode, Scene, ended, event, line, state, step
 from golden_kit import check_lines
 from launcher.command import Command
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import ConnectionLost, OutOfReach, SessionError, UsageError
 from launcher.report.events import EventLog
 from launcher.report.report import RunReport
@@ -32,6 +32,7 @@ from launcher.run.live_table import Board
 from launcher.run.options import LaunchOptions
 from launcher.run.start_progress import StartProgress
 from run_kit import make_launch, make_node
+from trainer.core.train_config import TrainConfig
 
 BROKEN = ConnectionLost("connection lost", host="host0")
 

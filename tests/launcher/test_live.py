@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher.config.schema import TrainConfig
 from launcher.plan.model import LaunchPlan, Login
 from launcher.run.live_log import LiveLog, LogLine
 from launcher.run.live_table import Board, clock, render
 from run_kit import make_launch, make_node
+from trainer.core.train_config import TrainConfig
 
 
 def plan_of(nodes: int, ranks: int) -> LaunchPlan:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from fake_transport import FakeTransport
-from launcher.config.schema import TrainConfig
 from launcher.errors import UnreachableError
 from launcher.node.programs import collect_files
 from launcher.report.metrics import metrics_files, read_metrics
@@ -23,6 +22,7 @@ from launcher.sync.collect import _WANTED as WANTED
 from launcher.transport.base import OnBytes
 from launcher.transport.local import LocalTransport
 from run_kit import make_launch, make_node
+from trainer.core.train_config import TrainConfig
 
 
 class Counting(LocalTransport):

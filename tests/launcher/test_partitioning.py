@@ -14,10 +14,11 @@ from rich.console import Console
 
 from launcher.command import Command
 from launcher.config.resolve import resolve_run
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig
 from launcher.files import CODE_ROOT
 from launcher.plan.partition import PartitionFailed, local_trainer, partitioning, run_partitioner, runnable
 from launcher.report.profile import analyse
+from trainer.core.train_config import TrainConfig
 
 
 def partitioner(code: str) -> tuple[str, str]:

@@ -24,7 +24,7 @@ from golden_kit import GOLDEN, check_text
 from launcher.command import Command, render, shell_line
 from launcher.config.loader import load_config
 from launcher.config.roles import part_block
-from launcher.config.schema import NodeConfig, RunConfig, TrainConfig
+from launcher.config.schema import NodeConfig, RunConfig
 from launcher.files import CODE_ROOT
 from launcher.plan.commands import train_flags
 from launcher.plan.model import LaunchPlan
@@ -34,6 +34,7 @@ from launcher.plan.render import print_placement, print_plan
 from launcher.plan.serialize import to_json
 from launcher.run.tmux_session import how_to_stop
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
+from trainer.core.train_config import TrainConfig
 
 # Golden plans
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from launcher.config.schema import DataConfig, NodeConfig, RunConfig, Start, TrainConfig
+from launcher.config.schema import DataConfig, NodeConfig, RunConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.plan.files import code_digest, code_files
@@ -20,6 +20,7 @@ from launcher.plan.partition import read_partition_files
 from launcher.plan.render import print_plan
 from launcher.plan.script_imports import imported_modules
 from plan_kit import cluster, facts_of, parts_folder, plan_of
+from trainer.core.train_config import Start, TrainConfig
 
 
 def test_each_node_gets_its_own_parts(tmp_path: Path) -> None:

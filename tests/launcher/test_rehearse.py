@@ -15,12 +15,13 @@ import yaml
 from launcher.cli.main import run
 from launcher.config.loader import load_config, to_yaml
 from launcher.config.resolve import resolve_run
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import UsageError
 from launcher.rehearse.faults import Fault
 from launcher.rehearse.local_config import local_config, smaller_graph_options
 from launching import REPOSITORY, SYNTHETIC, TRAIN, Launched
 from plan_kit import cluster
+from trainer.core.train_config import TrainConfig
 
 #: A training script that reports steps of 10 ms as the bundled trainer does.
 SCRIPT = """

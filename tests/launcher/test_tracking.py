@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from launcher.config.schema import DataConfig, NodeConfig, RunConfig, TrainConfig
+from launcher.config.schema import DataConfig, NodeConfig, RunConfig
 from launcher.node import procs
 from launcher.node.child_process import Loop
 from launcher.node.peers.model import NoPeers
@@ -21,6 +21,7 @@ from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.observer import End, Sight
 from launcher.report.run_folder import tracked_runs, tracked_words
 from plan_kit import cluster, facts_of, plan_of
+from trainer.core.train_config import TrainConfig
 
 #: A process that says where it tracks the run, and then hangs with a process of its own, whatever it is told.
 HANGS = """

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from launcher.cli import main
-from launcher.config.schema import ClusterConfig, DataConfig, EarlyStop, Schedule, TrainConfig
+from launcher.config.schema import ClusterConfig, DataConfig
 from launcher.errors import UsageError
 from launcher.plan.partition import read_partition_files
 from launcher.plan.trainable import check_trainable, is_hetero
 from plan_kit import cluster, parts_folder
+from trainer.core.train_config import EarlyStop, Schedule, TrainConfig
 
 
 def config_of(folder: Path, **train: Any) -> ClusterConfig:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from graphs import DEBIAN, NO_DEBIAN, bipartite, blocks, empty, graph, odd, ring, skewed, star
 from launcher.config.resolve import resolve_run
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig, TrainConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, PartitionConfig
 from launcher.plan.partition import partitioning
 from trainer.core.errors import PartitionError
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.core.train_config import TrainConfig
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.partition.cli import partition
 from trainer.partition.methods.assign import (

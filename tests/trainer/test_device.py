@@ -136,5 +136,5 @@ def test_rows_of_other_hosts_stay_on_the_device_with_partitioned_topology(tmp_pa
 
 
 def test_an_invalid_cache_size_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="device_cache: 'half' is not a cache size"):
+    with pytest.raises(SettingsError, match="device_cache: expected a share of all rows .*, found 'half'"):
         job(tmp_path, tmp_path, device_cache="half")

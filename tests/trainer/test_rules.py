@@ -362,13 +362,13 @@ def test_a_node_of_another_type_walks_round_the_metapath_from_its_type():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"neighbors": "ppr", "model": "lightgcn"}, "model lightgcn does not read the scores that ppr gives"),
+        ({"neighbors": "ppr", "model": "lightgcn"}, "neighbors: lightgcn does not read the scores that ppr gives"),
         ({"neighbors": {"name": "walks", "direction": "in"}}, "neighbors.direction: walks has no such key"),
         ({"neighbors": {"name": "ppr", "length": 3}}, "neighbors.length: ppr has no such key"),
         ({"neighbors": {"name": "ppr", "alpha": 1}}, "neighbors.alpha is 1.0; it must be less than 1"),
         ({"neighbors": "walks", "sampling": "cuda"}, "sampling: neighbours by walks are chosen by the CPU"),
         ({"model": "gcn", "time_attr": "at"}, "time_attr: model gcn divides messages by degrees in the whole graph"),
-        ({"neighbors": "ppr", "replace": True}, "replace: cannot be used with neighbors: ppr"),
+        ({"neighbors": "ppr", "replace": True}, "replace: has no effect with neighbors: ppr"),
     ],
 )
 def test_settings_of_training_that_do_not_fit_are_refused(settings, message):

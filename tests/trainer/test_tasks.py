@@ -19,6 +19,7 @@ from trainer.core.errors import DataError, SettingsError
 from trainer.core.graph_attrs import encode_texts
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.core.schema import HOMO_NODE
+from trainer.core.train_config import METRICS
 from trainer.graph.open import open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import LoaderSettings
@@ -38,7 +39,7 @@ from trainer.train.tasks.link import LinkPrediction
 from trainer.train.tasks.multilabel import MultiLabel
 from trainer.train.tasks.ranking import SplitScores, in_order
 from trainer.train.tasks.regression import Regression
-from trainer.train.tasks.task import METRICS, Labels, Metric
+from trainer.train.tasks.task import Labels, Metric
 
 ALONE = RankGroup(Ranks(), torch.device("cpu"))
 NODES = 300

@@ -16,9 +16,10 @@ import pytest
 
 from launcher.plan.tracking import earlier_files
 from tracked_runs import mlflow_run, tensorboard_curves, tensorboard_text, wandb_curves, wandb_run
+from trainer.core.train_config import TRACKERS, TrackerOptions
 from trainer.track import follow, tensorboard
 from trainer.track.start import tracked
-from trainer.track.tracker import TRACKERS, Job, Place, Point
+from trainer.track.tracker import CLASSES, Job, Place, Point
 from waiting import DEADLINE
 
 CONFIG = {"train": {"lr": 0.1, "epochs": 2}, "cluster": {"nodes": 2}}
@@ -72,8 +73,9 @@ def test_trackers_that_fail_or_are_slow_say_so_once_and_the_others_go_on(
 ) -> None:
     assert tensorboard.FOLDER  # imported before the time that the trackers get
     monkeypatch.setitem(sys.modules, "absent", None)
-    more = {"raises": (__name__, "Raises", ""), "sleeps": (__name__, "Sleeps", ""), "absent": ("absent", "A", "abs")}
-    monkeypatch.setattr("trainer.track.tracker.TRACKERS", {**TRACKERS, **more})
+    more = {"raises": (__name__, "Raises"), "sleeps": (__name__, "Sleeps"), "absent": ("absent", "A")}
+    monkeypatch.setattr("trainer.track.tracker.CLASSES", {**CLASSES, **more})
+    monkeypatch.setitem(TRACKERS, "absent", TrackerOptions((), "abs"))  # type: ignore[arg-type]
     monkeypatch.setattr(follow, "_AGAIN", 0.01)
     write_run(tmp_path, "r1", 1, 2, dict.fromkeys(("tensorboard", *more)), patience=1.0)
     began = time.monotonic()

@@ -17,10 +17,11 @@ from train_kit import curve, infer_words, job, metrics, run_ranks, write_parts
 from trainer.cli import cli
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import Ranks
+from trainer.core.train_config import EarlyStop, Schedule
 from trainer.train.checkpoint import load_checkpoint
 from trainer.train.job import train
 from trainer.train.schedule import rate_share, why_ended
-from trainer.train.settings import EarlyStop, InferJob, Schedule, TrainSettings
+from trainer.train.settings import InferJob, TrainSettings
 from trainer.train.tasks.task import Metric
 
 
@@ -215,11 +216,11 @@ def test_dropout_of_features_and_attention(model: str, more: dict[str, Any], par
     "settings,message",
     [
         ({"early_stop": {"patience": 3, "metric": "mae"}}, "task classification has no metric 'mae'; it has accuracy"),
-        ({"metrics": ("accuracy", "f1")}, "task classification has no metric 'f1'; it has accuracy, macro_f1,"),
-        ({"label_smoothing": 0.1, "task": "regression"}, "label_smoothing is for task classification, not regression"),
-        ({"schedule": "plateau", "eval_every": 0}, "schedule needs evaluations on val, but eval_every is 0"),
+        ({"metrics": ("accuracy", "f1")}, "metrics: no metric 'f1'; the metrics are accuracy, macro_f1,"),
+        ({"label_smoothing": 0.1, "task": "regression"}, "label_smoothing: is for task classification, not regression"),
+        ({"schedule": "plateau", "eval_every": 0}, "schedule: needs evaluations on val, but eval_every is 0"),
         ({"attention_dropout": 0.5}, "attention_dropout: model sage does not read it; use gat"),
-        ({"early_stop": 3, "eval_every": 0}, "early_stop needs evaluations on val, but eval_every is 0"),
+        ({"early_stop": 3, "eval_every": 0}, "early_stop: needs evaluations on val, but eval_every is 0"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_the_task_are_refused(

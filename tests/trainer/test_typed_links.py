@@ -245,9 +245,9 @@ def test_several_types_with_dot_products_rank_targets_only(graphs: dict[int, Pat
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"decoder": "rotate", "hidden": 7}, "needs an even number"),
+        ({"decoder": "rotate", "hidden": 7}, "hidden must be even, not 7"),
         ({"decoder": "complex", "task": "classification"}, "scores links"),
-        ({"loss": "in-batch"}, "in-batch is for links of one edge type"),
+        ({"loss": "in-batch"}, "is not for loss in-batch; use softmax"),
         ({"target": "drug__binds__gene,drug__heals__gene"}, "target is 'drug__heals__gene'"),
         ({"layers": 2}, "model embedding has none"),
     ],

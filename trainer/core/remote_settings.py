@@ -23,30 +23,44 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 @dataclass(frozen=True)
 class CacheSize:
-    """Size of the row cache: a share of all rows that other hosts own, or a number of bytes."""
+    """Size of a row cache: a share of all rows that it may hold, such as those of other hosts, or a number of bytes."""
 
-    share: float = 0.0  #: share of all remote rows, 0 to 1; ignored when ``bytes`` is set
+    share: float = 0.0  #: share of all rows, 0 to 1; ignored when ``bytes`` is set
     bytes: int | None = None  #: size in bytes
 
     @classmethod
-    def parse(cls, text: str) -> CacheSize:
-        """Parse a share such as ``10%``, a number of bytes such as ``512MB``, or ``0``. Raises ``SettingsError``."""
+    def parse(cls, text: str, rows: str = "the remote rows") -> CacheSize:
+        """Parse a share such as ``10%``, a number of bytes such as ``512MB``, or ``0`` for no cache.
+
+        ``rows``: what the share refers to, for messages. Raises ``SettingsError`` for other text.
+        """
         if text.strip() in ("0", "none"):
             return cls()
         found = _SIZE.fullmatch(text.strip())
         if found is None:
-            raise SettingsError(
-                f"{text!r} is not a cache size; write a share of the remote rows (10%), a size (512MB), or 0"
-            )
+            raise SettingsError(f"expected a share of {rows} (10%), a size (512MB) or 0, found {text!r}")
         number, unit = float(found[1]), found[2].upper()
         if unit != "%":
             return cls(bytes=int(number * _UNITS[unit]))
         if number > 100:
-            raise SettingsError(f"cache size {text} of the remote rows is too large; the maximum is 100%")
+            raise SettingsError(f"expected at most 100% of {rows}, found {text!r}")
         return cls(share=number / 100)
+
+    def of_rows(self, num_rows: float, row_bytes: float) -> int:
+        """Return the size in bytes of a cache for ``num_rows`` rows of ``row_bytes`` bytes each."""
+        total = num_rows * row_bytes
+        return round(self.share * total if self.bytes is None else min(self.bytes, total))
 
     def __str__(self) -> str:
         return f"{self.share * 100:g}%" if self.bytes is None else f"{self.bytes}B"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes of a size such as ``500GB``. Raises ``SettingsError``."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or found[2] == "%":
+        raise SettingsError(f"expected a size (500GB), found {text!r}")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainer.core.batch import Batch, Block, HeteroBatch
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.core.train_config import EDGE_MODELS
 from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, LayerNeed
 from trainer.nn.kernels.activation import FUNCTIONS, Activation
@@ -170,7 +171,6 @@ def token_transformer(settings: ModelSettings, facts: GraphFacts, embeddings: Em
 
 
 #: Models that read edge features.
-EDGE_MODELS = ("sage", "rsage", "token-transformer")
 
 #: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes, edge_dim).
 HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}

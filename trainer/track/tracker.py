@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from trainer.core.errors import SettingsError
+from trainer.core.train_config import TRACKERS
 
-#: The trackers: name → (module, class, package that the module needs). docs/ARCHITECTURE.md, "Trackers", says what
-#: else names them.
-TRACKERS: Mapping[str, tuple[str, str, str]] = {
-    "tensorboard": ("trainer.track.tensorboard", "TensorBoard", "tensorboard"),
-    "wandb": ("trainer.track.wandb", "Wandb", "wandb"),
-    "mlflow": ("trainer.track.mlflow", "Mlflow", "mlflow-skinny"),
+#: The trackers of ``trainer.core.train_config``: name → (module, class).
+CLASSES: Mapping[str, tuple[str, str]] = {
+    "tensorboard": ("trainer.track.tensorboard", "TensorBoard"),
+    "wandb": ("trainer.track.wandb", "Wandb"),
+    "mlflow": ("trainer.track.mlflow", "Mlflow"),
 }
 
 
@@ -62,11 +62,11 @@ class Tracker(Protocol):
 
 def make_tracker(name: str, job: Job, options: Mapping[str, Any], known: str) -> Tracker:
     """Open a run of a tracker. Raises ``SettingsError`` if its package cannot be imported, and the client's errors."""
-    module, attribute, package = TRACKERS[name]
+    module, attribute = CLASSES[name]
     try:
         kind = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
-        raise SettingsError(f"it needs a package: pip install {package} ({error})") from error
+        raise SettingsError(f"it needs a package: pip install {TRACKERS[name].package} ({error})") from error
     tracker: Tracker = kind(job, options, known)
     return tracker
 

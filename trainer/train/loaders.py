@@ -249,7 +249,7 @@ def loader_settings(
         time_attr=settings.time_attr,
         last=settings.temporal_strategy == "last",
         top=settings.neighbors is not None and settings.neighbors.name == "top",
-        rule=settings.neighbors.rule if settings.neighbors else None,
+        rule=settings.rule,
         disjoint=settings.disjoint,
         edge_attr=settings.edge_attr,
         categories=categories or {},

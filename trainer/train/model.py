@@ -64,7 +64,7 @@ def model_facts(
 def _on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Manifest:
     """Return the manifest with the edge types that a run's model reads: those of the graph with messages, or
     of ``neighbors``."""
-    rule = settings.neighbors and settings.neighbors.rule
+    rule = settings.rule
     silent = silent_types(settings.silent, manifest.edges, manifest.graph_attrs)
     if not rule or not manifest.hetero:
         heard = types_with_messages(manifest.edges, silent)
@@ -76,7 +76,7 @@ def _on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Man
 
 def _with_scores(facts: GraphFacts, settings: TrainSettings) -> GraphFacts:
     """Return the facts of a run, whose model class reads the scores of neighbours as features of edges."""
-    ruled = settings.neighbors and settings.neighbors.rule and is_own(settings.model)
+    ruled = settings.rule and is_own(settings.model)
     return replace(facts, edge_dims=dict.fromkeys(facts.edge_types, 1)) if ruled else facts
 
 

@@ -27,8 +27,6 @@ def eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 SparseAdam = eager(torch.optim.SparseAdam)
 
-_NOT_OFFERED = ("Optimizer", "LBFGS", "SparseAdam", "Muon", "Adafactor")  # launcher/config/schema.py says why
-
 
 @dataclass(frozen=True)
 class _RowTable:
@@ -86,22 +84,17 @@ def optimizer_of(weights: Sequence[Tensor], settings: TrainSettings) -> torch.op
 
     On a GPU, Adam, AdamW and SGD update all weights by one kernel (``fused``), not by several for each. A loaded state
     does not change this: state that was saved on a CPU continues on a GPU, and the other way round. Raises
-    ``SettingsError`` for an unknown name, and for arguments that the optimizer refuses.
+    ``SettingsError`` for arguments that the optimizer refuses.
     """
     given = settings.optimizer or {"name": "Adam"}
     arguments: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in given.items()}
-    name = arguments.pop("name", None)
-    kinds = {key: kind for key, kind in vars(torch.optim).items() if isinstance(kind, type) and key not in _NOT_OFFERED}
-    if name not in kinds:
-        raise SettingsError(f"optimizer {name!r} is unknown; there are {', '.join(sorted(kinds))}")
-    known = inspect.signature(kinds[name]).parameters
-    arguments |= {"lr": settings.lr}
-    if "weight_decay" in known or settings.weight_decay:
-        arguments["weight_decay"] = settings.weight_decay
+    name = arguments.pop("name")
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
+    arguments |= {"lr": settings.lr} | ({} if name == "Rprop" else {"weight_decay": settings.weight_decay})
     if name in ("Adam", "AdamW", "SGD"):
         arguments["fused"] = True if on_gpu(weights) else None
     try:
-        optimizer = eager(kinds[name])([{"params": [*weights]}], **arguments)  # a LightGCN has no weights
+        optimizer = eager(kind)([{"params": [*weights]}], **arguments)  # a LightGCN has no weights
     except (TypeError, ValueError, IndexError) as error:
         raise SettingsError(f"optimizer {name}: {error}") from None
     if "fused" in arguments:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from trainer.core.errors import SettingsError
-from trainer.train.settings import EarlyStop, Schedule, TrainSettings
+from trainer.core.train_config import EarlyStop, Schedule
+from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import Metric, Task, metric_named
 
 ValScore = Mapping[str, float]  #: ``epoch``, ``loss`` and the metrics of one evaluation
@@ -81,9 +82,8 @@ def check_task(settings: TrainSettings, task: Task, has_val: bool) -> None:
     for name, stop in (("early_stop", settings.early_stop), ("schedule", plateau)):
         if stop is not None and stop.metric == "loss" and task.kind == "link" and settings.eval_negatives == "all":
             raise SettingsError(f"{name}: with eval_negatives: all there is no loss on val; name another metric")
-        if stop is not None and not (has_val and settings.eval_every):
-            why = "eval_every is 0" if has_val else "the graph has no val split"
-            raise SettingsError(f"{name} needs evaluations on val, but {why}")
+        if stop is not None and not has_val:
+            raise SettingsError(f"{name} needs evaluations on val, but the graph has no val split")
 
 
 def why_ended(scores: Sequence[ValScore], stop: EarlyStop | None, default: Metric) -> str:

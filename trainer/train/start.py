@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from trainer.core.errors import CheckpointError
 from trainer.core.ranks import RankGroup
+from trainer.core.train_config import Start
 from trainer.nn.sharded_embedding import ShardedEmbedding, gather_tables, scatter_tables
 from trainer.train.checkpoint import load_checkpoint
-from trainer.train.settings import Start
 
 ROWS = "embedding"  #: module name of trainable rows; those of a node type are ``embedding.TYPE``
 

@@ -13,6 +13,7 @@ from trainer.core.graph_attrs import CLASSES
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, type_name
+from trainer.core.train_config import METRICS
 from trainer.graph.open import Graph
 from trainer.nn.models import is_own
 from trainer.train.tasks.baseline import Baseline, node_baseline
@@ -30,7 +31,7 @@ from trainer.train.tasks.labels import (
 from trainer.train.tasks.multilabel import MultiLabel
 from trainer.train.tasks.ranking import MOST_SCORES, SCORE_BYTES
 from trainer.train.tasks.regression import Regression
-from trainer.train.tasks.task import FULL_RANKING, METRICS, RANKING, Kind, Task, has_metric
+from trainer.train.tasks.task import FULL_RANKING, RANKING, Kind, Task, has_metric
 
 if TYPE_CHECKING:
     from trainer.loader.edge_block_loader import LabelledEdges

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainer.core.train_config import METRICS
 from trainer.nn.link_metrics import LinkSums
 from trainer.nn.links import softmax_loss
-from trainer.train.tasks.task import METRICS, Kind, Labelled
+from trainer.train.tasks.task import Kind, Labelled
 
 
 @dataclass(frozen=True)

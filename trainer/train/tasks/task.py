@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import Tensor
 
 from trainer.core.batch import LinkEnds
+from trainer.core.train_config import AT_K, LOWER_IS_BETTER, METRICS
 
 Kind: TypeAlias = Literal["classification", "regression", "multilabel", "link"]
 
@@ -43,18 +44,6 @@ class Metric:
         return best is None or math.isnan(best) or (value > best if self.better == "higher" else value < best)
 
 
-#: Metrics on evaluation splits by kind of task, the default one first.
-METRICS: Mapping[Kind, tuple[str, ...]] = {
-    "classification": ("accuracy", "macro_f1", "micro_f1", "roc_auc", "average_precision"),
-    "multilabel": ("micro_f1", "accuracy", "macro_f1", "roc_auc", "average_precision"),
-    "regression": ("mae", "rmse"),
-    "link": ("mrr", "hits@1", "hits@10", "hits@50", "auc"),
-}
-
-
-#: Metrics of task link that are ``<name>@<k>``, for any k; all but hits need ``eval_negatives: all``.
-AT_K = ("hits", "recall", "ndcg", "precision", "map")
-
 #: Default metrics of task link with ``eval_negatives: all``.
 FULL_RANKING = ("recall@20", "ndcg@20", "precision@20", "mrr", "hits@10", "auc")
 
@@ -75,7 +64,7 @@ def has_metric(kind: Kind, name: str, full_ranking: bool = False) -> bool:
 
 
 def metric_named(name: str) -> Metric:
-    return Metric(name, "lower" if name in ("loss", "mae", "rmse") else "higher")
+    return Metric(name, "lower" if name in LOWER_IS_BETTER else "higher")
 
 
 def macro_f1(right: Tensor, predicted: Tensor, true: Tensor) -> float:

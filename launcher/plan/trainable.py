@@ -185,7 +185,8 @@ def _check_attrs(config: ClusterConfig, parts: PartitionFiles) -> None:
     of_nodes = {name for spec in parts.nodes.values() for name in spec.attrs}
     train = config.train
     for key, name, known in (
-        ("edge_attr", train.edge_attr, of_edges), ("weight_attr", train.weight_attr, of_edges),
+        *(("edge_attr", name, of_edges) for name in train.edge_attr or ()),
+        ("weight_attr", train.weight_attr, of_edges),
         ("time_attr", train.time_attr, of_edges | of_nodes),
     ):  # fmt: skip
         if name is not None and parts.edges and name not in known:

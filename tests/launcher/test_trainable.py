@@ -66,7 +66,7 @@ def test_parts_need_train_seeds(tmp_path: Path, seeds: dict[str, int], train: di
         (3, {"early_stop": EarlyStop(3, metric="rmse")}, "train: no metric 'rmse' for y of synthetic"),
         (3, {"early_stop": EarlyStop(3)}, "train.early_stop: needs evaluations on val, but synthetic has no val split"),
         (3, {"schedule": Schedule(name="plateau")}, "train.schedule: needs evaluations on val, but synthetic has no"),
-        (3, {"edge_attr": "weight"}, "train.edge_attr: synthetic has no attribute 'weight' there; it has w"),
+        (3, {"edge_attr": ("w", "weight")}, "train.edge_attr: synthetic has no attribute 'weight' there; it has w"),
         (3, {"time_attr": "t"}, "train.time_attr: synthetic has no attribute 't' there; it has w, y"),
     ],
 )

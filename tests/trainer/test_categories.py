@@ -188,8 +188,11 @@ def test_a_script_appends_embeddings_to_the_features_of_its_batches(parts: Path,
 @pytest.mark.parametrize(
     "dims,message",
     [
-        ({"citty": 3}, "category_dims: no node type has a column of categories 'citty'; did you mean 'city'?"),
-        ({"number": 3}, "no node type has a column of categories 'number'; there is node.city"),
+        (
+            {"citty": 3},
+            "category_dims: no node type, and no edge_attr, has a column of categories 'citty'; did you mean",
+        ),
+        ({"number": 3}, "has a column of categories 'number'; there is node.city"),
         ({"node.city": 2000}, "category_dims: node.city is 2000; it must be a whole number from 0 to 1,024"),
     ],
 )

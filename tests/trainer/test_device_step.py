@@ -8,9 +8,11 @@ exchange the rows of embeddings on the host.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,10 +21,15 @@ import trainer.train.epoch as epoch_module
 from fake_device import DEVICE, Synchronised, move_module, on_device, read, without_synchronisation
 from oracle import assert_identical
 from own_models_kit import write_models
-from train_kit import job, write_parts
+from train_kit import SMALL, job, write_parts
 from trainer.core.batch import LinkEnds
+from trainer.core.graph_attrs import encode_texts
 from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.schema import HOMO_EDGE
 from trainer.graph.device import packed_batch, tensors_of, with_tensors
+from trainer.partition.methods.assign import assign_parts
+from trainer.partition.write import write_partition
+from trainer.sources.load import load_dataset
 from trainer.train.epoch import EpochReport, EpochSums, evaluate, train_epoch
 from trainer.train.fit import Fit
 from trainer.train.job import _prepare, open_job_graph
@@ -64,6 +71,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("plain", "sage", {"task": "link", "negatives": 16, "batch_size": 1000}),
     ("typed", "rsage", {"edge_attr": "edge_weight"}),
+    ("coded", "sage", {"edge_attr": ("channel", "edge_weight")}),
     ("plain", "torch_geometric.nn.GraphSAGE", {"dropout": 0.3}),
     ("typed", OWN, {"dropout": 0.3}),
 ]
@@ -88,7 +96,14 @@ SLOW_CASES: list[tuple[str, str, dict[str, Any]]] = [
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("graphs")
     write_models(folder)
-    return {name: write_parts(folder / name, **options) for name, options in GRAPHS.items()}
+    found = {name: write_parts(folder / name, **options) for name, options in GRAPHS.items()}
+    plain = load_dataset("synthetic", options={**SMALL, "num_nodes": 300, "edge_weight": True})
+    edges, codes = plain.edges[HOMO_EDGE], np.arange(plain.edges[HOMO_EDGE].edge_index.shape[1]) % 5 - 1
+    texts = {"node__to__node__channel__categories": encode_texts([*"abcd"])}
+    coded = {HOMO_EDGE: replace(edges, attrs={**edges.attrs, "channel": codes})}
+    data = replace(plain, edges=coded, graph_attrs={**plain.graph_attrs, **texts})
+    write_partition(data, assign_parts(data, 1, "hash"), folder / "coded")
+    return {**found, "coded": folder / "coded"}
 
 
 class Quiet(MetricsLog):

@@ -226,5 +226,5 @@ def test_no_train_seeds_are_one_clear_error(typed: bool, tmp_path: Path) -> None
 
 
 def test_features_of_no_edges_keep_their_width() -> None:
-    assert edge_rows(torch.empty(0, 3, 2), AttrSpec("float32", (40, 3, 2))).shape == (0, 6)
-    assert edge_rows(torch.empty(0), AttrSpec("float32", (40,))).shape == (0, 1)
+    assert edge_rows({"a": torch.empty(0, 3, 2)}, {"a": AttrSpec("float32", (40, 3, 2))}).shape == (0, 6)
+    assert edge_rows({"a": torch.empty(0)}, {"a": AttrSpec("float32", (40,))}).shape == (0, 1)

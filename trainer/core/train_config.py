@@ -265,15 +265,17 @@ class TrainConfig:
     weight_attr: str | None = setting(
         "Edge attribute used as sampling weight; edges of weight 0 are never sampled.", None, form=WORD
     )
-    edge_attr: str | None = setting(
-        "Edge attribute used as features of edges, by sage, rsage and model classes, and as score of neighbours, by "
-        "token-transformer; `tables` calls the features of an edge table `edge_attr`.",
+    edge_attr: tuple[str, ...] | None = setting(
+        "Edge attributes used as features of edges, side by side, by sage, rsage and model classes, as `edge_attr` or "
+        "`[edge_attr, channel]`, and one as score of neighbours, by token-transformer. `tables` calls the features of "
+        "an edge table `edge_attr`; columns of categories are embedded.",
         None,
         form=WORD,
     )
     category_dims: Mapping[str, Any] | None = setting(
-        "Width of the embeddings of columns of categories, by name, as `{region: 8, customer.plan: 0}`; 0: the column "
-        "is not read. Default: half the number of categories, rounded up, at most 50.",
+        "Width of the embeddings of columns of categories, by name, as `{region: 8, customer.plan: 0, "
+        "user__rates__item.channel: 4}`; 0: the column is not read. Default: half the number of categories, rounded "
+        "up, at most 50.",
         None,
         form=ANY,
     )
@@ -477,7 +479,7 @@ def _of_model(train: TrainConfig) -> Iterator[Problem]:
             "several types rsage",
             ("model", "neighbors"),
         )
-    if train.edge_attr is not None and not own and model not in EDGE_MODELS:
+    if train.edge_attr and not own and model not in EDGE_MODELS:
         text = f"model {model} does not read edge features; use sage, for several types rsage"
         yield Problem(("edge_attr",), text, ("model",))
 

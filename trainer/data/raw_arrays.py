@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.graph_attrs import CATEGORIES
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.data.options import SourceOptions
 
@@ -163,6 +164,8 @@ def _by_target(raw: RawGraph, options: SourceOptions) -> RawGraph:
     if target is not None:
         own = nodes.setdefault(target, {})
         for name, array in list(plain.items()):
+            if name.endswith(f"__{CATEGORIES}"):
+                continue
             if _belongs_to_nodes(name) or target not in counts or array.rows == counts[target]:
                 if name in own:
                     raise DataError(f"{array.place}: {name} of {target} is also in {own[name].place}; remove one")

@@ -27,7 +27,7 @@ from trainer.infer.prediction_files import (
     merge_parts,
     write_table,
 )
-from trainer.loader.block_loader import edge_rows
+from trainer.loader.block_loader import edge_columns, edge_rows
 from trainer.loader.edge_block_loader import EdgeBlockLoader, LabelledEdges, labelled_edges
 from trainer.loader.edge_endpoints import EDGES_AT_ONCE, StoredEndpoints, all_times
 from trainer.nn.edge_model import EdgeModel
@@ -45,13 +45,14 @@ class EdgePredictions:
     """The output of a trained model for edges. Methods are collective: ranks call them equally often."""
 
     def __init__(
-        self, graph: Graph, model: EdgeModel, rows: LayerResults, task: Task, attr: str | None, group: RankGroup
+        self, graph: Graph, model: EdgeModel, rows: LayerResults, task: Task, attr: tuple[str, ...] | None,
+        group: RankGroup,
     ):  # fmt: skip
-        """``rows``: the encoder's rows of all nodes. ``attr``: the edge attribute that the model reads."""
+        """``rows``: the encoder's rows of all nodes. ``attr``: the edge attributes that the model reads."""
         self.graph, self.model, self.rows, self.task, self.group = graph, model, rows, task, group
         self.edge_type = model.edge_type
         self.stored = StoredEndpoints(graph, model.edge_type)
-        self.attr = attr if attr in graph.manifest.edges[model.edge_type].attrs else None
+        self.attr = edge_columns(graph.manifest, attr).get(model.edge_type)
         self.block = 1  #: edges that are computed together; 1: any number
         self._numbers: Ids | None = None
 
@@ -117,9 +118,9 @@ class EdgePredictions:
         """Return the model's output for edges by original id, [n, outputs]. Collective."""
         attr = None
         if self._numbers is not None and self.attr is not None:
-            wanted = RowRequest(self.edge_type, self._numbers[edges], (self.attr,))
+            wanted = RowRequest(self.edge_type, self._numbers[edges], tuple(self.attr))
             (rows,) = self.graph.access.gather([wanted])
-            attr = edge_rows(rows[self.attr], self.graph.manifest.edges[self.edge_type].attrs[self.attr])
+            attr = edge_rows(rows, self.attr)
         return self.output(self.stored.ends_of(edges), attr)
 
     def _prepare(self) -> None:

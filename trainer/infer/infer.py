@@ -95,9 +95,9 @@ def _infer(
         group.agree(lambda: reads_types(settings.model, built))  # raises errors of its import on all ranks
     model, _ = trained_model(saved, group.device, built)
     target, epoch = saved.built_from["target"], saved.best.epoch if saved.best else saved.epoch
-    task, edge_attr = of_record(saved.task), saved.settings.get("edge_attr")
+    task = of_record(saved.task)
     layout = layout_of(graph, group) if job.cluster is None else one_host_layout(graph, group)
-    group.agree(lambda: read_categories(model, graph))
+    group.agree(lambda: read_categories(model, graph, settings.edge_attr))
     how, fanouts = "", None
     lists = not isinstance(target, str) and is_task_table(link_types(target)[0][0], graph.manifest.graph_attrs)
     timed = settings.time_attr is not None and (isinstance(target, str) or lists)
@@ -140,7 +140,7 @@ def _infer(
         metrics = node_metrics(graph, target, rows[target], task, group)
         return InferResult(target, task.kind, epoch, metrics, sizes[target], files + how, fanouts)
     if isinstance(model, EdgeModel):
-        of_edges = EdgePredictions(graph, model, rows, task, edge_attr, group)
+        of_edges = EdgePredictions(graph, model, rows, task, settings.edge_attr, group)
         files = of_edges.write(job.out, parquet, job.probabilities)
         return InferResult(target, task.kind, epoch, of_edges.metrics(), len(of_edges.stored), files + how, fanouts)
     assert isinstance(model, LinkModel)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,6 +59,7 @@ class LoaderSettings:
         top: Take the heaviest neighbours instead of drawing, or without ``weight`` the latest.
         disjoint: Sample a separate subgraph for each seed. Implied by ``time_attr``.
         edge_attr: Edge attribute [E] or [E, d] that blocks get as ``edge_attr``, for the edge types that have it.
+            Several: side by side, in this order; each edge type has those of them that it has.
         categories: Integer node attributes [N] that batches get side by side as ``categories``, by node type.
         ages: Node types with the attribute ``time_attr`` of which batches get ``age``.
         rule: A rule that chooses the neighbours, with scores, instead of draws among the edges.
@@ -81,7 +83,7 @@ class LoaderSettings:
     last: bool = False
     top: bool = False
     disjoint: bool = False
-    edge_attr: str | None = None
+    edge_attr: str | tuple[str, ...] | None = None
     categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
     ages: tuple[NodeType, ...] = ()
     rule: Rule | None = None
@@ -249,11 +251,8 @@ class BlockLoader(ABC):
         }
 
     def _edge_rows(self, sampled: SampledBatch) -> dict[EdgeType, Tensor]:
-        name = self.settings.edge_attr
-        specs = {} if name is None else edge_attrs(self.graph.manifest, name)
-        return {
-            of: edge_rows(sampled.rows[of][name], spec) for of, spec in specs.items() if name and of in sampled.rows
-        }
+        columns = edge_columns(self.graph.manifest, self.settings.edge_attr)
+        return {of: edge_rows(sampled.rows[of], specs) for of, specs in columns.items() if of in sampled.rows}
 
     def _features(self, of: NodeType, rows: Array) -> Tensor:
         return as_tensor(rows, self.graph.manifest.nodes[of].attrs["x"]).float()
@@ -333,7 +332,7 @@ def sampling_of(graph: Graph, settings: LoaderSettings) -> SampleSettings:
     time, top = time_and_top(graph.manifest, settings.time_attr, settings.weight, last=settings.last, top=settings.top)
     return SampleSettings(
         every, replace=settings.replace, disjoint=settings.disjoint or time is not None, weight=settings.weight,
-        top=top, time=time, edge_ids=settings.edge_attr is not None, rule=rule,
+        top=top, time=time, edge_ids=bool(settings.edge_attr), rule=rule,
     )  # fmt: skip
 
 
@@ -348,32 +347,49 @@ def columns_of(graph: Graph, settings: LoaderSettings) -> dict[AnyType, tuple[st
         wanted[of] = (*wanted.get(of, ()), settings.time_attr or "")
     for of, names in settings.categories.items():
         wanted[of] = (*wanted.get(of, ()), *names)
-    if settings.edge_attr is not None:
-        wanted |= dict.fromkeys(edge_attrs(graph.manifest, settings.edge_attr), (settings.edge_attr,))
+    wanted |= {of: tuple(specs) for of, specs in edge_columns(graph.manifest, settings.edge_attr).items()}
     return wanted
 
 
-def edge_attrs(manifest: Manifest, name: str) -> dict[EdgeType, AttrSpec]:
-    """Return dtype and shape of the edge attribute ``name`` for the edge types that have it.
+EdgeColumns = Mapping[str, AttrSpec]  #: attributes of an edge type that are its features side by side, by name
 
-    Raises ``SettingsError`` if none has it, or it is neither [E] nor [E, d] of real numbers.
+
+def edge_columns(manifest: Manifest, names: str | Sequence[str] | None) -> dict[EdgeType, EdgeColumns]:
+    """Return dtype and shape of the edge attributes ``names``, in this order, for the edge types that have some.
+
+    Raises ``SettingsError`` if no edge type has one of them, or one is neither [E] nor [E, d] of real numbers.
     """
-    found = {of: spec.attrs[name] for of, spec in manifest.edges.items() if name in spec.attrs}
-    if not found:
-        known = ", ".join(sorted({each for spec in manifest.edges.values() for each in spec.attrs})) or "none"
-        raise SettingsError(f"edge_attr: no edge type has an attribute {name!r}; there is {known}")
-    for of, spec in found.items():
-        if len(spec.shape) > 2 or spec.dtype.startswith("complex"):
+    if not names:
+        return {}
+    names = (names,) if isinstance(names, str) else names
+    known = sorted({each for spec in manifest.edges.values() for each in spec.attrs})
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}? There is" if near else "there is"
             raise SettingsError(
-                f"edge_attr: {name} of {type_name(of)} is {spec.dtype} {list(spec.shape)}; expected real numbers, one "
-                "row per edge"
+                f"edge_attr: no edge type has an attribute {name!r}; {hint} {', '.join(known) or 'none'}"
             )
-    return found
+    found = {
+        of: {name: spec.attrs[name] for name in names if name in spec.attrs} for of, spec in manifest.edges.items()
+    }
+    for of, specs in found.items():
+        for name, spec in specs.items():
+            if len(spec.shape) > 2 or spec.dtype.startswith("complex"):
+                raise SettingsError(
+                    f"edge_attr: {name} of {type_name(of)} is {spec.dtype} {list(spec.shape)}; expected real numbers, "
+                    "one row per edge"
+                )
+    return {of: specs for of, specs in found.items() if specs}
 
 
-def edge_rows(rows: Array | Tensor, spec: AttrSpec) -> Tensor:
-    values = rows if isinstance(rows, Tensor) else np.ascontiguousarray(rows)
-    return as_tensor(values, spec).float().reshape(len(rows), math.prod(spec.shape[1:]))
+def edge_rows(rows: Columns, specs: EdgeColumns) -> Tensor:
+    """Return gathered attributes of edges side by side, float32 [e, d]."""
+    columns = []
+    for name, spec in specs.items():
+        values = rows[name] if isinstance(rows[name], Tensor) else np.ascontiguousarray(rows[name])
+        columns.append(as_tensor(values, spec).float().reshape(len(values), math.prod(spec.shape[1:])))
+    return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
 
 def category_codes(

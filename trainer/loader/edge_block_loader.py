@@ -15,7 +15,7 @@ from trainer.core.schema import EdgeType, type_name
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout, SeedShare
-from trainer.loader.block_loader import LoaderSettings, as_label, edge_rows
+from trainer.loader.block_loader import EdgeColumns, LoaderSettings, as_label, edge_columns, edge_rows
 from trainer.loader.edge_endpoints import EDGES_AT_ONCE, StoredEndpoints
 from trainer.loader.link_block_loader import LinkBlockLoader, LinkBlockSettings
 from trainer.loader.link_ends import TimeGroups
@@ -45,11 +45,11 @@ class LabelledEdges:
     def add_to(self, digest: Any) -> None:
         digest.update(np.ascontiguousarray(self.orig_id).data)
 
-    def attr(self, name: str, positions: Ids) -> Tensor:
-        """Return an attribute of edges as features, float32 [n, d]."""
+    def attr(self, columns: EdgeColumns, positions: Ids) -> Tensor:
+        """Return attributes of edges as features, float32 [n, d]."""
         graph = self.stored.graph
-        (rows,) = graph.access.gather([RowRequest(self.edge_type, self.edges[positions], (name,))])
-        return edge_rows(rows[name], graph.manifest.edges[self.edge_type].attrs[name])
+        (rows,) = graph.access.gather([RowRequest(self.edge_type, self.edges[positions], tuple(columns))])
+        return edge_rows(rows, columns)
 
 
 def labelled_edges(graph: Graph, edge_type: EdgeType, time_attr: str | None = None) -> dict[str, LabelledEdges]:
@@ -94,7 +94,7 @@ class EdgeBlockLoader(LinkBlockLoader):
     """Yields batches whose seeds are edges with labels ``y``; ``links`` has the positions of their ends in the batch.
 
     The edges stay in the graph, so that sampled neighbours include them, unless ``hide``: then those of the global
-    batch, and their reverses, are left out. With ``edge_attr``, if their type has the attribute, ``links.attr`` has
+    batch, and their reverses, are left out. With ``edge_attr``, if their type has such attributes, ``links.attr`` has
     their own features. In disjoint sampling, both ends of an edge have a tree of their own; with ``time_attr``, an
     attribute of the edges, it has nothing later than the edge.
     """
@@ -103,8 +103,8 @@ class EdgeBlockLoader(LinkBlockLoader):
         self, graph: Graph, settings: LoaderSettings, seeds: LabelledEdges, rank: int, layout: RankLayout,
         hide: bool = False,
     ):  # fmt: skip
-        self._seeds, attr = seeds, settings.edge_attr
-        self._attr = attr if attr in graph.manifest.edges[seeds.edge_type].attrs else None
+        self._seeds = seeds
+        self._attr = edge_columns(graph.manifest, settings.edge_attr).get(seeds.edge_type)
         trees = settings.disjoint or settings.time_attr is not None
         times = np.zeros(len(seeds), np.int64) if trees and seeds.times is None else seeds.times
         inputs = LinkInputs(seeds.edge_type, seeds, are_edges=False, times=times)

@@ -19,7 +19,8 @@ from trainer.nn.sharded_embedding import Embeddings
 class EdgeModel(nn.Module):
     """Model that predicts ``outputs`` numbers for each edge of a batch.
 
-    Its head has one hidden layer. It reads the rows of source and target, their product, and ``LinkEnds.attr``.
+    Its head has one hidden layer. It reads the rows of source and target, their product, and ``LinkEnds.attr``, whose
+    categories have the embeddings of the encoder.
     """
 
     encoder: Any  #: a ``BlockModel`` or ``HeteroModel``
@@ -41,8 +42,9 @@ class EdgeModel(nn.Module):
     def head(self, source: Tensor, target: Tensor, attr: Tensor | None) -> Tensor:
         """Return the output for edges, float [n, outputs], from the encoder's rows of their ends, [n, width] each.
 
-        ``attr``: features of the edges, [n, attr_width]; None: they have none.
+        ``attr``: features of the edges as loaders gather them; None: they have none.
         """
+        attr = None if attr is None else self.encoder.categories.edges(self.edge_type, attr)
         given = [source, target, source * target, *([] if attr is None else [attr])]
         found: Tensor = self.out(torch.relu(self.hidden(torch.cat(given, 1))))
         return found

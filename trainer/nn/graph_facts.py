@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
+from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
 from trainer.nn.categories import Categories
 from trainer.store.manifest import Manifest
 
@@ -23,10 +23,11 @@ class GraphFacts:
         in_dims: Width of a model's input by node type, only of types with features: of ``x``, and of the embeddings of
             ``categories``.
         num_classes: Width of the model's output. 0: a heterogeneous model has no output layer and returns hidden rows.
-        edge_dims: Width of the edge features by edge type, only of types with features.
+        edge_dims: Width of the edge features by edge type, with embeddings of ``categories``, only of types with
+            features.
         further: Further node types for which a model computes outputs, such as the source type of links.
         degrees: Number of nodes by in-degree, from 0, for models that need it (PNA); empty: not counted.
-        categories: Columns of categories that the model embeds, by node type.
+        categories: Columns of categories that the model embeds, by node type and edge type.
         timed: Node types of whose nodes batches have the age, which the model reads.
 
     Example:
@@ -54,6 +55,13 @@ class GraphFacts:
     def targets(self) -> tuple[NodeType, ...]:
         """Node types for which a model computes outputs: ``target`` and ``further``."""
         return (self.target, *self.further)
+
+    def width_of(self, of: AnyType) -> int:
+        """Return the width of ``x``, or of ``Block.edge_attr`` with a code per column of categories, as gathered."""
+        columns = self.categories.get(of, ())
+        if isinstance(of, str):
+            return self.in_dims.get(of, 0) - sum(column.dim for column in columns)
+        return self.edge_dims.get(of, 0) + sum(1 - column.dim for column in columns)
 
 
 def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:

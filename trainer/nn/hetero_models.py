@@ -90,14 +90,14 @@ class HeteroModel(nn.Module):
         super().__init__()
         self.target, self.targets, self.shape, self.precision = facts.target, facts.targets, shape, shape.precision
         needs = layer_needs(facts.node_types, facts.edge_types, facts.targets, shape.num_layers)
-        read = needs[0].sources
-        self.inputs = InputRows(facts, read, shape.hidden, embeddings)
+        self.inputs = InputRows(facts, needs[0].sources, shape.hidden, embeddings)
         self.timed = self.inputs.timed  #: node types of which batches must have ``age``
         # If no edge type ends in the target, no layer has an input, and the model has no layers.
         with_edges = tuple(need for need in needs if need.edge_types)
         self.layers = nn.ModuleList(make_layer(need) for need in with_edges)
         self.needs = with_edges or (LayerNeed(facts.targets, facts.targets, ()),)
         self.head = nn.Linear(shape.hidden, facts.num_classes) if facts.num_classes else nn.Identity()
+        read = {*needs[0].sources, *needs[0].edge_types}
         self.categories = CategoryEmbeddings({of: some for of, some in facts.categories.items() if of in read})
 
     def forward(self, batch: AnyBatch) -> Tensor:
@@ -132,7 +132,7 @@ class HeteroModel(nn.Module):
     ) -> NodeTensors:  # fmt: skip
         """Compute layer ``number`` of inference layer by layer (``LayerStack``)."""
         if number < len(self.layers):
-            rows = self.shape.activated(self.layers[number](blocks, rows, num_dst))
+            rows = self.shape.activated(self.layers[number](self.categories.blocks(blocks), rows, num_dst))
         if number + 1 < len(self.needs):
             return dict(rows)
         return {of: self.head(rows[of]) for of in self.targets}

@@ -31,7 +31,7 @@ from trainer.loader.block_loader import (
     LoaderSettings,
     block_of,
     category_codes,
-    edge_attrs,
+    edge_columns,
     edge_rows,
     timed_seeds,
 )
@@ -207,7 +207,7 @@ class WholeGraph:
         scratch: Folder for the rows of two layers at a time. Each layer takes 4 bytes · nodes of the rank · width.
         nodes_at_once: Number of nodes computed at a time; bounds memory.
         weight: Edge attribute; edges of weight 0 are left out, as in weighted sampling.
-        edge_attr: Edge attribute that the layers read as features of edges.
+        edge_attr: Edge attribute that the layers read as features of edges; several: side by side.
         categories: Node attributes that the layers read as columns of categories, by node type.
         top: Number of neighbours of each hop, from the seeds outward: those of the highest ``weight``, or without it
             the latest by ``latest``. (): all.
@@ -220,7 +220,7 @@ class WholeGraph:
     scratch: Path
     nodes_at_once: int = 4096
     weight: str | None = None
-    edge_attr: str | None = None
+    edge_attr: str | tuple[str, ...] | None = None
     categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
     top: tuple[int, ...] = ()
     latest: TimeRule | None = None
@@ -327,7 +327,7 @@ class WholeGraph:
         weight = self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
         settings = SampleSettings(
             dict.fromkeys(need.edge_types, (self.top[hop] if self.top else -1,)), weight=weight,
-            top=weight is not None and bool(self.top), time=self.latest, edge_ids=self.edge_attr is not None,
+            top=weight is not None and bool(self.top), time=self.latest, edge_ids=bool(self.edge_attr),
         )  # fmt: skip
         seeds = SeedSet({of: ids})
         if self.latest is not None:  # each node has a tree of its own, with neighbours of all times
@@ -340,14 +340,12 @@ class WholeGraph:
         return NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
 
     def _edge_rows(self, found: SampledSubgraph, need: LayerNeed) -> dict[EdgeType, Tensor]:
-        name = self.edge_attr
-        if name is None:
-            return {}
-        specs = {of: spec for of, spec in edge_attrs(self.graph.manifest, name).items() if of in need.edge_types}
-        ids = {of: found.edges[of].edge for of in specs}
-        wanted = [RowRequest(of, edges, (name,)) for of, edges in ids.items() if edges is not None]
+        every = edge_columns(self.graph.manifest, self.edge_attr)
+        columns = {of: specs for of, specs in every.items() if of in need.edge_types}
+        ids = {of: found.edges[of].edge for of in columns}
+        wanted = [RowRequest(of, edges, tuple(columns[of])) for of, edges in ids.items() if edges is not None]
         answers = self.graph.access.gather(wanted)
-        return {of: edge_rows(rows[name], specs[of]) for of, rows in zip(specs, answers, strict=True)}
+        return {of: edge_rows(rows, columns[of]) for of, rows in zip(columns, answers, strict=True)}
 
     def _features(self, chunk: NodeChunk) -> HeteroBatch:
         specs = self.graph.manifest.nodes
@@ -361,7 +359,7 @@ class WholeGraph:
             step=0, key=0, num_seeds=chunk.num_dst[target], global_seeds=0, target=target,
             n_id={of: torch.from_numpy(np.asarray(rows["orig_id"], np.int64)) for of, rows in found.items()},
             x={of: as_tensor(rows["x"], specs[of].attrs["x"]).float() for of, rows in found.items() if "x" in rows},
-            y=None, input_id=torch.empty(0, dtype=torch.int64), blocks=(chunk.blocks,),
+            y=None, input_id=torch.empty(0, dtype=torch.int64), blocks=(),
             num_nodes={of: (chunk.num_dst[of], len(ids)) for of, ids in chunk.ids.items()},
             categories=category_codes(self.categories, found),
         )  # fmt: skip

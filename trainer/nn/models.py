@@ -102,7 +102,8 @@ class BlockModel(nn.Module):
         num_dst: Mapping[NodeType, int], degree: Mapping[NodeType, Tensor],
     ) -> dict[NodeType, Tensor]:  # fmt: skip
         """Compute layer ``number`` of inference layer by layer (``LayerStack``)."""
-        h = self.layers[number](blocks[HOMO_EDGE], rows[HOMO_NODE], degree.get(HOMO_NODE))
+        block = self.categories.blocks(blocks)[HOMO_EDGE]
+        h = self.layers[number](block, rows[HOMO_NODE], degree.get(HOMO_NODE))
         return {HOMO_NODE: h if number + 1 == len(self.layers) else FUNCTIONS[self.activation](h)}
 
 

@@ -212,8 +212,11 @@ class TokenModel(nn.Module):
     ):  # fmt: skip
         """``shape.num_layers``: number of hops. ``most``: longest sequence of a seed."""
         super().__init__()
-        if any(dim != 1 for dim in facts.edge_dims.values()):
-            raise SettingsError("edge_attr: token-transformer reads one number per edge, as the score of the neighbour")
+        if {*facts.edge_dims.values()} - {1} or any(not isinstance(of, str) for of in facts.categories):
+            raise SettingsError(
+                "edge_attr: token-transformer reads one number per edge, as the score of the neighbour, and no column "
+                "of categories"
+            )
         self.target, self.targets, self.shape, self.precision = facts.target, facts.targets, shape, shape.precision
         self.most, self.outputs = most, facts.num_classes or shape.hidden
         self.read = layer_needs(facts.node_types, facts.edge_types, facts.targets, shape.num_layers)[0].sources

@@ -19,6 +19,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from trainer.core.batch import Block, HeteroBatch
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, NodeType
+from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import LayerNeed
 from trainer.nn.kernels.spmm import Reduce, aggregate
 from trainer.nn.trim import check_one_hop, cut_to_last
@@ -103,20 +104,22 @@ class BlockwiseStack:
 
     needs_degree = False
 
-    def __init__(self, model: Any, rows_of: Callable[[HeteroBatch], Tensor], weight: bool):
+    def __init__(
+        self, model: Any, categories: CategoryEmbeddings, rows_of: Callable[[HeteroBatch], Tensor], weight: bool
+    ):  # fmt: skip
         """``rows_of``: returns the input rows of a batch. ``weight``: whether edge features are passed as weights."""
-        self.model, self.rows_of, self.weight = model, rows_of, weight
+        self.model, self.categories, self.rows_of, self.weight = model, categories, rows_of, weight
         self.needs = (LayerNeed((HOMO_NODE,), (HOMO_NODE,), (HOMO_EDGE,)),) * model.num_layers
 
     def begin(self, batch: HeteroBatch) -> Mapping[NodeType, Tensor]:
-        return {HOMO_NODE: self.rows_of(batch)}
+        return {HOMO_NODE: self.rows_of(self.categories(batch))}
 
     def layer(
         self, number: int, blocks: Mapping[Any, Block], rows: Mapping[NodeType, Tensor],
         num_dst: Mapping[NodeType, int], degree: Mapping[NodeType, Tensor],
     ) -> Mapping[NodeType, Tensor]:  # fmt: skip
         """Compute one layer as ``BasicGNN.forward`` does."""
-        model, block = self.model, blocks[HOMO_EDGE]
+        model, block = self.model, self.categories.blocks(blocks)[HOMO_EDGE]
         conv, values = model.convs[number], {}
         if block.edge_attr is not None and (model.supports_edge_weight or model.supports_edge_attr):
             values = {"edge_weight": block.edge_attr.flatten()} if self.weight else {"edge_attr": block.edge_attr}

@@ -17,7 +17,7 @@ from torch_geometric.data import Data, HeteroData
 
 from trainer.core.batch import AnyBatch, Batch, Block, HeteroBatch
 from trainer.core.errors import SettingsError
-from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
+from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.nn.categories import CategoryEmbeddings
 from trainer.nn.graph_facts import GraphFacts, layer_needs
 from trainer.nn.hetero_models import InputRows
@@ -40,7 +40,7 @@ class OwnSettings(ModelSettings, Protocol):
     @property
     def model_args(self) -> Mapping[str, Any] | None: ...
     @property
-    def edge_attr(self) -> str | None: ...
+    def edge_attr(self) -> tuple[str, ...] | None: ...
     @property
     def eval_fanouts(self) -> tuple[int, ...] | None: ...
 
@@ -76,8 +76,8 @@ class OwnModel(nn.Module):
         self.own, self.call, self.inputs, self.precision = own, call, inputs, precision
         self.targets, self.target, self.outputs = facts.targets, facts.target, facts.num_classes
         self.embeddings = None if inputs is not None else embeddings
-        read = {of: some for of, some in facts.categories.items() if of in call.node_types}
-        self.categories = CategoryEmbeddings(read)
+        read = {*call.node_types, *call.edge_types}
+        self.categories = CategoryEmbeddings({of: some for of, some in facts.categories.items() if of in read})
         self.other_fanouts = True  #: whether hops may have different fanouts; comparing them waits for a GPU
         self.by_depth = False  #: whether any batch must be unrolled, found by the test batch
         self.unused: list[str] = []  #: weights that the test batch has given no gradient
@@ -90,7 +90,7 @@ class OwnModel(nn.Module):
     @in_own_precision
     def seed_rows(self, batch: AnyBatch) -> Rows:
         """Return the model's output for the seed nodes of each of ``targets``, float [n, outputs]."""
-        typed = batch.typed()
+        typed = self.categories(batch.typed())
         rows = self.input_rows(typed)
         seeds = {of: typed.num_nodes[of][0] for of in self.targets}
         if not any(seeds.values()):  # this rank has no seeds in the step
@@ -107,8 +107,10 @@ class OwnModel(nn.Module):
         return self._of_seeds(out, seeds)
 
     def input_rows(self, batch: HeteroBatch) -> Rows:
-        """Return the input of the model for each node type, float [n, f]. Collective if nodes have trainable rows."""
-        batch = self.categories(batch)
+        """Return the input of the model for each node type, float [n, f]. Collective if nodes have trainable rows.
+
+        ``batch``: with embeddings of categories.
+        """
         if self.inputs is not None:
             return self.inputs(batch)  # type: ignore[no-any-return]
         rows = {of: x for of, x in batch.x.items() if of in self.call.node_types}
@@ -125,7 +127,9 @@ class OwnModel(nn.Module):
         """Return the model's layers, for inference layer by layer; None if it cannot say them."""
         if not self.call.on_blocks or getattr(self.own, "jk_mode", None) is not None:
             return None
-        return BlockwiseStack(self.own, lambda batch: self.input_rows(batch)[HOMO_NODE], self.call.as_weight)
+        return BlockwiseStack(
+            self.own, self.categories, lambda batch: self.input_rows(batch)[HOMO_NODE], self.call.as_weight
+        )
 
     def check(self, batch: AnyBatch) -> None:
         """Run the model on a batch, with gradients, and leave weights and buffers as they were.
@@ -382,7 +386,7 @@ def _built(
         own: Any = cls(**arguments)
         blocks = not typed and runs_on_blocks(own)
         # scores of neighbours are edge features, too
-        as_weight = bool(edge_dims) and _reads_weight(own, names, settings.edge_attr, edge_dims)
+        as_weight = bool(edge_dims) and _reads_weight(own, names, settings.edge_attr, edge_dims, facts)
         if converted:
             own = _converted(own, types, edges)
         elif blocks:
@@ -424,10 +428,13 @@ def _on_pair(forward: Callable[..., Tensor], x: Any, edge_index: Tensor, *more: 
     ]
 
 
-def _reads_weight(own: Any, names: Sequence[str], attr: str | None, dims: Sequence[int]) -> bool:
+def _reads_weight(
+    own: Any, names: Sequence[str], attr: tuple[str, ...] | None, dims: Sequence[int], facts: GraphFacts
+) -> bool:
     """Return whether edge features, or without ``attr`` scores of neighbours, are passed as ``edge_weight``.
 
-    Raises ``SettingsError`` if the model reads neither weights nor features of edges.
+    Raises ``SettingsError`` if the model reads neither weights nor features of edges, or only a weight, which these
+    features are not.
     """
     plain = {name.removesuffix("_dict") for name in names}
     for name in ("edge_weight", "edge_attr"):
@@ -436,8 +443,17 @@ def _reads_weight(own: Any, names: Sequence[str], attr: str | None, dims: Sequen
     if not plain & {"edge_weight", "edge_attr", "batch"}:
         given = "edge_attr" if attr else "neighbors"
         raise SettingsError(f"{given}: model {type(own).__name__} does not read edge features or weights")
+    categories = sorted(f"{column.name} of {type_name(of)}" for of, columns in facts.categories.items()
+                        for column in columns if column.dim and not isinstance(of, str))  # fmt: skip
+    one = set(dims) == {1} and not categories
+    if "edge_weight" in plain and "edge_attr" not in plain and not one:
+        what = f"{categories[0]} is a column of categories" if categories else f"these are {max(dims)} numbers"
+        raise SettingsError(
+            f"edge_attr: model {type(own).__name__} reads one number per edge, edge_weight, and {what}; name one "
+            "attribute of numbers, or use a class that reads edge_attr"
+        )
     return "edge_weight" in plain and (
-        "edge_attr" not in plain or (set(dims) == {1} and "weight" in (attr or "weight"))
+        "edge_attr" not in plain or (one and all("weight" in name for name in attr or ()))
     )
 
 
@@ -446,14 +462,13 @@ def small_batch(facts: GraphFacts, layers: int, typed: bool) -> AnyBatch:
     draw = torch.Generator().manual_seed(0)
     nothing = torch.empty(0, dtype=torch.int64)
     if not typed:
-        (dim,) = facts.edge_dims.values() or (0,)
         counts = [101 + 10 * hop for hop in range(layers + 1)]
         degrees = torch.cat([_spread(1000, counts[hop] - (counts[hop - 1] if hop else 0)) for hop in range(layers)])
         hops = torch.arange(layers).repeat_interleave(torch.tensor(_steps(counts[:-1])))
         below = torch.tensor(counts[1:])[hops].repeat_interleave(degrees)
         indices = (torch.rand(len(below), generator=draw) * below).long()
         indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)])
-        attr = torch.rand(len(below), dim, generator=draw) if dim else None
+        attr = _attr(facts, HOMO_EDGE, len(below), draw)
         blocks = tuple(
             Block(
                 indptr[: counts[hop] + 1].int(), indices[: indptr[counts[hop]]].int(), counts[hop + 1],
@@ -461,7 +476,7 @@ def small_batch(facts: GraphFacts, layers: int, typed: bool) -> AnyBatch:
             )
             for hop in reversed(range(layers))
         )  # fmt: skip
-        x = torch.randn(counts[-1], _width_of_x(facts, facts.target), generator=draw)
+        x = torch.randn(counts[-1], facts.width_of(facts.target), generator=draw)
         codes = _codes(facts, {facts.target: counts[-1]}).get(facts.target)
         n_id = torch.arange(counts[-1])
         return Batch(0, 1, counts[0], counts[0], n_id, x, None, nothing, blocks, categories=codes)
@@ -472,26 +487,31 @@ def small_batch(facts: GraphFacts, layers: int, typed: bool) -> AnyBatch:
         degrees = _spread(1000 * number, totals[of[2]])
         indptr = torch.cat([torch.zeros(1, dtype=torch.int64), degrees.cumsum(0)]).int()
         indices = torch.randint(totals[of[0]], (1000 * number,), generator=draw).int()
-        dim = facts.edge_dims.get(of, 0)
-        attr = torch.rand(1000 * number, dim, generator=draw) if dim else None
-        every[of] = Block(indptr, indices, totals[of[0]], attr)
+        every[of] = Block(indptr, indices, totals[of[0]], _attr(facts, of, 1000 * number, draw))
     return HeteroBatch(
         step=0, key=1, num_seeds=first[facts.target], global_seeds=first[facts.target], target=facts.target,
         n_id={of: torch.arange(count) for of, count in totals.items()},
-        x={of: torch.randn(totals[of], _width_of_x(facts, of), generator=draw) for of in facts.in_dims},
+        x={of: torch.randn(totals[of], facts.width_of(of), generator=draw) for of in facts.in_dims},
         y=None, input_id=nothing, blocks=(every,) * layers,
         num_nodes={of: (first[of], *[totals[of]] * layers) for of in totals}, categories=_codes(facts, totals),
     )  # fmt: skip
 
 
-def _width_of_x(facts: GraphFacts, of: NodeType) -> int:
-    return facts.in_dims.get(of, 0) - sum(column.dim for column in facts.categories.get(of, ()))
+def _attr(facts: GraphFacts, of: EdgeType, count: int, draw: torch.Generator) -> Tensor | None:
+    """Return features of edges, random numbers and codes; None: the type has none."""
+    if not (width := facts.width_of(of)):
+        return None
+    attr = torch.rand(count, width, generator=draw)
+    for column in facts.categories.get(of, ()):
+        attr[:, column.at] = (torch.arange(count) % (column.count + 1) - 1).float()
+    return attr
 
 
 def _codes(facts: GraphFacts, counts: Mapping[NodeType, int]) -> Rows:
     return {
         of: torch.stack([torch.arange(counts[of]) % (column.count + 1) - 1 for column in columns], 1)
         for of, columns in facts.categories.items()
+        if isinstance(of, str)
     }
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.files import read_json
+from trainer.core.graph_attrs import CATEGORIES
 from trainer.core.memory import check_unpacked
 from trainer.core.schema import EdgeType, NodeType, check_word
 from trainer.data.options import SourceOptions
@@ -82,6 +83,9 @@ def _typed(name: str, arrays: RawArrays, counts: Mapping[NodeType, int]) -> RawG
     edges: dict[EdgeType, dict[str, RawArray]] = {}
     for key, array in arrays.items():
         words = key.split("__")
+        if words[-1] == CATEGORIES and "__".join(words[:-1]) in arrays:  # texts of a column of codes
+            plain[key] = array
+            continue
         for word in words[:3] if len(words) > 2 else words[:-1]:
             check_word(word, array.place)
         if len(words) == 1:

@@ -378,17 +378,17 @@ class _Conversion:
         sql, is_class = found
         return ArrayColumn("y", [sql], np.dtype(np.int64 if is_class else np.float32))
 
-    def _prefix(self, of: NodeType | EdgeType, name: str = "y") -> str:
-        """Return what the names of graph attributes about attribute ``name`` of a type begin with."""
-        if self.hetero:
-            return f"{type_name(of)}__"
-        return f"{type_name(HOMO_EDGE)}__" if name == "y" and not isinstance(of, str) else ""
+    def _prefix(self, of: NodeType | EdgeType) -> str:
+        """Return what the names of graph attributes about attributes of a type begin with."""
+        if isinstance(of, str):
+            return f"{of}__" if self.hetero else ""
+        return f"{type_name(of if self.hetero else HOMO_EDGE)}__"
 
     def _codes(self, of: NodeType | EdgeType, name: str, column: str, scan: Scan, role: str) -> ArrayColumn:
         texts = categories(scan, column, role)
         self.enums += 1
         sql = code_sql(scan, column, texts, f"categories{self.enums}")
-        self.names[f"{self._prefix(of, name)}{name}__{CATEGORIES}"] = encode_texts(texts or [""])
+        self.names[f"{self._prefix(of)}{name}__{CATEGORIES}"] = encode_texts(texts or [""])
         self.notes.append(f"{scan.where}: {column} → {name}: {_listed(texts)}")
         return ArrayColumn(name, [sql], np.dtype(np.int64))
 

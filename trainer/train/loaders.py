@@ -207,8 +207,9 @@ def edge_loaders(
         EdgeBlockLoader,  # imports torch_geometric
     )
 
-    if settings.edge_attr in (SPLIT, LABEL):
-        raise SettingsError(f"edge_attr: {settings.edge_attr} is the label or the split of the edges, not a feature")
+    for name in settings.edge_attr or ():
+        if name in (SPLIT, LABEL):
+            raise SettingsError(f"edge_attr: {name} is the label or the split of the edges, not a feature")
     return {
         split: EdgeBlockLoader(
             graph,

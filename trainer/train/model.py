@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.graph_attrs import decode_texts, is_task_table, silent_types
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import NodeType, is_link_types, link_types, seed_types, types_with_messages
+from trainer.core.schema import AnyType, NodeType, is_link_types, link_types, seed_types, type_name, types_with_messages
 from trainer.graph.open import Graph, open_graph
-from trainer.loader.block_loader import edge_attrs
-from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, texts_name
+from trainer.loader.block_loader import edge_columns
+from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, find_categories, texts_name
 from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs
 from trainer.nn.models import HETERO_MODELS, build_model, is_own
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
@@ -37,23 +37,29 @@ _AT_ONCE = 1 << 18  #: nodes whose in-degrees are requested at once
 
 
 def model_facts(
-    manifest: Manifest, target: Target, outputs: int, edge_attr: str | None = None, degrees: tuple[int, ...] = (),
-    categories: Categories | None = None,
+    manifest: Manifest, target: Target, outputs: int, edge_attr: tuple[str, ...] | None = None,
+    degrees: tuple[int, ...] = (), categories: Categories | None = None,
 ) -> GraphFacts:  # fmt: skip
     """Return the types and widths from which a model is built.
 
     ``target``: node type of the seeds, or edge types of the links. ``outputs``: numbers that the model predicts per
-    seed. ``edge_attr``: edge attribute that the model reads. ``degrees``: number of nodes by in-degree, if the model
-    needs it. ``categories``: columns that the model embeds. Raises ``SettingsError`` if no edge type has the attribute.
+    seed. ``edge_attr``: edge attributes that the model reads. ``degrees``: number of nodes by in-degree, if the model
+    needs it. ``categories``: columns that the model embeds. Raises ``SettingsError`` as ``edge_columns``.
     """
     node_type = target if isinstance(target, str) else link_types(target)[0][2]
     facts = replace(facts_of(manifest, node_type), degrees=degrees)
-    if edge_attr is not None:
-        specs = edge_attrs(manifest, edge_attr)
-        facts = replace(facts, edge_dims={of: math.prod(spec.shape[1:]) for of, spec in specs.items()})
-    embedded = {of: tuple(columns) for of, columns in (categories or {}).items()}  # beside the features
-    wide = {of: facts.in_dims.get(of, 0) + sum(each.dim for each in columns) for of, columns in embedded.items()}
-    facts = replace(facts, in_dims={**facts.in_dims, **wide}, categories=embedded)
+    # Embeddings stand beside the features of nodes, and in place of the codes among those of edges.
+    every, in_dims = categories or {}, dict(facts.in_dims)
+    for of, columns in every.items():
+        if isinstance(of, str):
+            in_dims[of] = in_dims.get(of, 0) + sum(each.dim for each in columns)
+    edge_dims = {
+        of: sum(math.prod(spec.shape[1:]) for spec in specs.values()) + sum(each.dim - 1 for each in every.get(of, ()))
+        for of, specs in edge_columns(manifest, edge_attr).items()
+    }
+    embedded = {of: tuple(columns) for of, columns in every.items() if isinstance(of, str) or of in edge_dims}
+    wide = {of: dim for of, dim in edge_dims.items() if dim}
+    facts = replace(facts, in_dims=in_dims, edge_dims=wide, categories=embedded)
     if isinstance(target, str):
         return replace(facts, num_classes=outputs)
     from trainer.nn.link_model import link_facts
@@ -84,7 +90,7 @@ def graph_facts(
     graph: Graph, settings: TrainSettings, target: Target, outputs: int, degrees: tuple[int, ...]
 ) -> GraphFacts:
     """As ``model_facts``, with the columns of categories of an opened graph, their texts, and the types with ages."""
-    found = categories_of(graph.manifest, settings.category_dims)
+    found = categories_of(graph.manifest, settings.category_dims, settings.edge_attr)
     read = {of: tuple(replace(column, texts=_texts(graph, of, column.name)) for column in columns)
             for of, columns in found.items()}  # fmt: skip
     manifest = _on_rule(graph.manifest, settings, target)
@@ -100,7 +106,7 @@ def _has_own_time(manifest: Manifest, target: Target) -> bool:
     return isinstance(target, str) or is_task_table(link_types(target)[0][0], manifest.graph_attrs)
 
 
-def _texts(graph: Graph, of: NodeType, name: str) -> tuple[str, ...]:
+def _texts(graph: Graph, of: AnyType, name: str) -> tuple[str, ...]:
     return tuple(decode_texts(np.asarray(graph.store.graph_attrs[texts_name(graph.manifest, of, name)])))
 
 
@@ -110,18 +116,28 @@ def embeddings_of(model: nn.Module) -> CategoryEmbeddings:
     return found  # type: ignore[no-any-return]
 
 
-def read_categories(model: nn.Module, graph: Graph) -> dict[NodeType, tuple[str, ...]]:
-    """Make a trained model read the columns of categories of ``graph``, and return their names by node type.
+def read_categories(model: Any, graph: Graph, edge_attr: tuple[str, ...] | None) -> None:
+    """Make a trained model read the columns of categories of ``graph``. ``edge_attr``: as in its settings.
 
-    Raises ``SettingsError`` if the graph lacks one.
+    Raises ``SettingsError`` if the graph lacks one, or its edges have other features.
     """
-    embeddings, known = embeddings_of(model), categories_of(graph.manifest)
-    for of, names in embeddings.names.items():
-        there = [column.name for column in known.get(of, ())]
-        if missing := [name for name in names if name not in there]:
-            raise SettingsError(f"the model reads the categories {missing[0]} of {of}, which this graph does not have")
-    embeddings.adopt({of: [_texts(graph, of, name) for name in names] for of, names in embeddings.names.items()})
-    return embeddings.names
+    read, facts = embeddings_of(model).categories, _facts(model.built_from["facts"])
+    there = {(of, column.name, column.at) for of, column in find_categories(graph.manifest, edge_attr)}
+    for of, columns in read.items():
+        if missing := [each.name for each in columns if (of, each.name, each.at) not in there]:
+            raise SettingsError(
+                f"the model reads the categories {missing[0]} of {type_name(of)}, which this graph does not have"
+            )
+    edges = edge_columns(graph.manifest, edge_attr)
+    for edge_type in facts.edge_dims if edge_attr else ():
+        wanted = facts.width_of(edge_type)
+        width = sum(math.prod(spec.shape[1:]) for spec in edges.get(edge_type, {}).values())
+        if width != wanted:
+            raise SettingsError(
+                f"the model reads {wanted} columns of {', '.join(edge_attr or ())} of {type_name(edge_type)}, and this "
+                f"graph has {width}"
+            )
+    embeddings_of(model).adopt({of: [_texts(graph, of, each.name) for each in columns] for of, columns in read.items()})
 
 
 def same_categories(saved: Checkpoint, facts: GraphFacts, path: str | Path) -> None:
@@ -130,7 +146,8 @@ def same_categories(saved: Checkpoint, facts: GraphFacts, path: str | Path) -> N
     for of in {*before, *facts.categories}:
         if before.get(of, ()) != facts.categories.get(of, ()):
             raise CheckpointError(
-                f"{path} cannot be continued: the categories of {of}, or the widths of their embeddings, are others"
+                f"{path} cannot be continued: the categories of {type_name(of)}, or the widths of their embeddings, "
+                "are others"
             )
 
 
@@ -190,7 +207,7 @@ def embedded_nodes(
     The choice depends on the graph and the settings only, and so not on the number of ranks. Raises ``SettingsError``
     if the settings demand rows of a model that has none.
     """
-    categories = categories_of(manifest, settings.category_dims)
+    categories = categories_of(manifest, settings.category_dims, settings.edge_attr)
     seen = _on_rule(manifest, settings, target)
     facts = model_facts(seen, target, outputs, settings.edge_attr, categories=categories)
     own = is_own(settings.model)
@@ -250,7 +267,8 @@ def check_on_graph(settings: TrainSettings, parts: Path) -> None:
         of_classes = spec.num_classes and settings.task in ("auto", "classification")
         outputs = spec.num_classes if of_classes else math.prod(spec.attrs["y"].shape[1:])
     seen = _on_rule(manifest, settings, target)
-    facts = _with_scores(model_facts(seen, target, outputs, settings.edge_attr, degrees=(1, 1)), settings)
+    columns = categories_of(manifest, settings.category_dims, settings.edge_attr)
+    facts = _with_scores(model_facts(seen, target, outputs, settings.edge_attr, (1, 1), columns), settings)
     rows, _ = embedded_nodes(settings, manifest, target, outputs)
     make_model(settings, facts, target, dict.fromkeys(rows, 1))
 

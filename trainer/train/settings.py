@@ -54,6 +54,8 @@ class TrainSettings(TrainConfig):
         if self.model == "embedding":  # it has no layers
             object.__setattr__(self, "fanouts", ())
             object.__setattr__(self, "eval_fanouts", None)
+        names: Any = self.edge_attr  # also one name
+        object.__setattr__(self, "edge_attr", (names,) if isinstance(names, str) else names and tuple(names))
         for name, kind in keyed_settings().items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _with_keys(name, kind, value))

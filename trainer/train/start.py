@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from trainer.core.errors import CheckpointError
 from trainer.core.ranks import RankGroup
+from trainer.core.schema import type_name
 from trainer.core.train_config import Start
+from trainer.nn.categories import table_name
 from trainer.nn.sharded_embedding import ShardedEmbedding, gather_tables, scatter_tables
 from trainer.train.checkpoint import load_checkpoint
 
@@ -49,17 +51,21 @@ def start_from(start: Start, model: nn.Module, embedding: ShardedEmbedding | Non
 
 def _check_categories(start: Start, saved: Mapping[str, Any], model: Any, chosen: Mapping[str, Tensor]) -> None:
     """Raise ``CheckpointError`` if embeddings of categories are chosen that stand for others in the checkpoint."""
-    texts = [
-        {of: [column["texts"] for column in columns] for of, columns in facts.get("categories", {}).items()}
-        for facts in (saved, model.built_from["facts"])
-    ]
+    here, there = (
+        {
+            table_name(of, column["name"]): (type_name(of), column["texts"])
+            for of, columns in facts.get("categories", {}).items()
+            for column in columns
+        }
+        for facts in (model.built_from["facts"], saved)
+    )
     for name in chosen:
         _, found, table = name.rpartition("categories.tables.")
-        of = table.partition("__")[0]
-        if found and texts[0].get(of) != texts[1].get(of):
+        column = table.removesuffix(".weight")
+        if found and here.get(column) != there.get(column):
             raise CheckpointError(
-                f"start: the categories of {of} are others than in {start.checkpoint}; leave their embeddings out by "
-                "start.modules"
+                f"start: the categories of {here[column][0]} are others than in {start.checkpoint}; leave their "
+                "embeddings out by start.modules"
             )
 
 

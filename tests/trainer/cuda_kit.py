@@ -207,7 +207,10 @@ def same_batches(make, graph, cache="0", limit=None):
 def check_batches(seed):
     """Compare batches with several dtypes of rows, cached rows, rows of another host, in-degrees and edge features."""
     kinds = ("float32", "float16", "bfloat16", "float64", "uint8", "int8")
-    kind, more = kinds[seed % len(kinds)], [{}, {"edge_attr": "edge_weight"}, {"weight": "edge_weight"}][seed % 3]
+    kind, more = (
+        kinds[seed % len(kinds)],
+        [{}, {"edge_attr": ("edge_time", "edge_weight")}, {"weight": "edge_weight"}][seed % 3],
+    )
     with tempfile.TemporaryDirectory() as root:
         folder = folder_of(root, seed, "synthetic", kind, 2)
         for graph, cache in ((open_graph(folder), "30%"), (hosts(folder, 2, "replicated")[0], "20%")):

@@ -193,7 +193,7 @@ def test_a_script_appends_embeddings_to_the_features_of_its_batches(parts: Path,
             "category_dims: no node type, and no edge_attr, has a column of categories 'citty'; did you mean",
         ),
         ({"number": 3}, "has a column of categories 'number'; there is node.city"),
-        ({"node.city": 2000}, "category_dims: node.city is 2000; it must be a whole number from 0 to 1,024"),
+        ({"node.city": 2000}, "category_dims.node.city: expected a whole number from 0 to 1024, found 2000"),
     ],
 )
 def test_widths_that_do_not_fit_are_refused(dims: dict[str, Any], message: str, parts: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_only_edge_types_with_the_attribute_have_features(tmp_path: Path) -> Non
         ),
         (
             {"edge_attr": "number", "model": "gat"},
-            "model 'gat' does not read edge features; use sage or rsage",
+            "model gat does not read edge features; use sage, for several types rsage",
         ),
     ],
 )

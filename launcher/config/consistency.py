@@ -84,7 +84,7 @@ def check(config: ClusterConfig, reader: Reader) -> None:
 
 def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> None:
     here = ("nodes", k)
-    if config.transport == "local" and reader.good(("transport",), (*here, "host")) and node.host not in LOCAL_HOSTS:
+    if config.local and reader.good(("transport",), (*here, "host")) and node.host not in LOCAL_HOSTS:
         reader.report(
             (*here, "host"),
             f"nodes.{k}.host: `transport: local` runs nodes on this machine only; "

@@ -119,7 +119,7 @@ def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     ``runs_dir`` stays relative to the current directory. A relative path on an SSH host and a missing file of
     ``run.files`` are reported as problems.
     """
-    local = config.transport == "local"
+    local = config.local
     nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))
     data, run, train = config.data, config.run, config.train
     if data.mode == "sync":

@@ -11,7 +11,7 @@ from trainer.core.train_config import TRACKERS
 
 def host_key(config: ClusterConfig, node: NodeConfig) -> str:
     """Return a key that is equal for nodes with the same host name in the config."""
-    return "local" if config.transport == "local" else node.host.lower()
+    return "local" if config.local else node.host.lower()
 
 
 @dataclass(frozen=True)

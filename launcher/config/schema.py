@@ -380,6 +380,11 @@ class ClusterConfig:
     name: str = setting("Prefix of run ids; also shown in reports.", "run")
 
     @property
+    def local(self) -> bool:
+        """Whether all nodes run on this machine."""
+        return self.transport == "local"
+
+    @property
     def in_job_steps(self) -> bool:
         """Whether supervisors run in the steps of a job, instead of tmux sessions."""
         return self.transport == "slurm"

@@ -102,7 +102,7 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     Raises UsageError if a script of this kind cannot run the config.
     """
     config, left_out = without_credentials(request.config)
-    slurm, local = kind == "slurm", config.transport == "local"
+    slurm, local = kind == "slurm", config.local
     if local and config.run.encrypt == "auto":  # all on one machine
         config = replace(config, run=replace(config.run, encrypt="off"))
     check_exportable(config, kind)
@@ -159,7 +159,7 @@ def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> 
     ``options``: options of sbatch. Nodes with ``devices`` or ``procs`` keep them.
     """
     number = options.get("gpus-per-node", "").rpartition(":")[2]  # may be as a100:2
-    if config.transport != "slurm" or not number.isdecimal() or any(n.devices or n.procs for n in config.nodes):
+    if not config.in_job_steps or not number.isdecimal() or any(n.devices or n.procs for n in config.nodes):
         return config
     return replace(config, nodes=tuple(replace(node, devices=tuple(range(int(number)))) for node in config.nodes))
 

@@ -61,7 +61,7 @@ def panes_of(found: FoundRun) -> list[Pane]:
 
 def attach_argv(config: ResolvedConfig, node: NodePlan) -> tuple[str, ...]:
     """Return the command that attaches to the tmux session of a node, read-only."""
-    if config.transport == "local":
+    if config.local:
         return ("env", "TMUX=", "tmux", "attach", "-r", "-t", f"={node.session}")
     login = config.nodes[node.node_rank]
     words = ["-p", str(login.port)] if login.port else []

@@ -71,7 +71,7 @@ def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> in
         attempt = attempts[k]
         if isinstance(attempt, TransportError):
             raise attempt
-        here = config.transport == "local"
+        here = config.local
         python = Command((sys.executable,)) if here else Command(ANY_PYTHON, setup=config.nodes[k].setup)
         return call(attempt, python, "clean", {**request, "workdirs": list(hosts[k])}, _TIMEOUT)
 

@@ -56,7 +56,7 @@ class SubmittedRun:
 
 def in_queue(config: ClusterConfig) -> bool:
     """Whether a launch submits a Slurm job: with transport ``slurm``, outside a job that provides the nodes."""
-    return config.transport == "slurm" and config.slurm_job is None
+    return config.in_job_steps and config.slurm_job is None
 
 
 def _submit_run(config: ClusterConfig, options: LaunchOptions, console: Console) -> SubmittedRun:

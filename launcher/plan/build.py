@@ -271,7 +271,7 @@ def _servers_of(serving: ServingCluster) -> list[str]:
 
 def _shared_hosts(config: ResolvedConfig) -> list[str]:
     # Overlapping host ranges in the config may be the cause.
-    if config.transport == "local":
+    if config.local:
         return []
     nodes: dict[str, list[str]] = {}
     for k, node in enumerate(config.nodes):

@@ -50,7 +50,7 @@ class PlanContext:
         if self.serving:
             return self.serving.encrypted
         choice = self.config.run.encrypt
-        return self.remote and (choice == "on" or (choice == "auto" and self.config.transport != "local"))
+        return self.remote and (choice == "on" or (choice == "auto" and not self.config.local))
 
     @property
     def fixed_master_addr(self) -> str:

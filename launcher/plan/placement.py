@@ -201,7 +201,7 @@ def _node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None)
     address that preflight found, or the host name before preflight.
     """
     node = config.nodes[node_rank]
-    found = "127.0.0.1" if config.transport == "local" else fact.address if fact else node.host
+    found = "127.0.0.1" if config.local else fact.address if fact else node.host
     return node.address or found
 
 
@@ -219,12 +219,12 @@ def _bind(address: str, fact: NodeFacts | None) -> str:
 
 
 def node_interface(config: ClusterConfig, node: NodeConfig, fact: NodeFacts | None) -> str:
-    found = "lo" if config.transport == "local" else fact.interface if fact else ""
+    found = "lo" if config.local else fact.interface if fact else ""
     return node.interface or found
 
 
 def node_login(config: ClusterConfig, node: NodeConfig) -> Login | None:
-    return None if config.transport == "local" else Login(node.user, node.host, node.port)
+    return None if config.local else Login(node.user, node.host, node.port)
 
 
 def host_processes(config: ClusterConfig) -> Counter[str]:

@@ -101,7 +101,7 @@ def run_preflight(
             from launcher.preflight.shared_folder import shared_folder_findings
 
             findings += shared_folder_findings(survey, working)
-        if config.transport != "local" and len(facts) > 1:
+        if not config.local and len(facts) > 1:
             connectivity = ConnectivityTest(config, probes, facts, working).run()
             _raise_unexpected(connectivity.errors)
             findings += [connect_finding(config, k, error) for k, error in sorted(connectivity.errors.items())]

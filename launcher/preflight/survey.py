@@ -52,7 +52,7 @@ class Inquiry:
         would connect to ``peer``.
         """
         config, node, run_id = self.config, self.config.nodes[k], self.run_id
-        local = "127.0.0.1" if config.transport == "local" else ""
+        local = "127.0.0.1" if config.local else ""
         workdir, parts = node_workdir(node, k), node.data_folder or config.data.folder
         names = dict.fromkeys((config.run.master_addr, *(other.address for other in config.nodes)))
         return {

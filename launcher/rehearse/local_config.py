@@ -55,7 +55,7 @@ def local_config(config: ClusterConfig, folder: Path, vertices: int) -> ClusterC
             master_port="auto",
             service_port="auto",
             control_port="auto",
-            encrypt="on" if (config.run.encrypt == "auto" and config.transport != "local") else config.run.encrypt,
+            encrypt="on" if (config.run.encrypt == "auto" and not config.local) else config.run.encrypt,
         ),
     )
 

@@ -53,7 +53,7 @@ def rehearse(options: RehearseOptions, console: Console) -> RunReport:
     if options.fault:
         options.fault.check(resolved)
     run_id = choose_run_id(rehearsed, options.launch.run_id)
-    if config.transport != "local":
+    if not config.local:
         shown = [f"node{k} stands for {node.host}" for k, node in enumerate(config.nodes[:8])]
         more = [f"{len(config.nodes) - 8} more"] if len(config.nodes) > 8 else []
         console.print(Text(f"rehearsal: {', '.join([*shown, *more])}"), soft_wrap=True)

@@ -44,7 +44,7 @@ class LaunchOptions:
         """
         from launcher.config.host_filter import filtered
 
-        if (self.wait is not None or self.nodes_needed) and config.transport == "slurm":
+        if (self.wait is not None or self.nodes_needed) and config.in_job_steps:
             option = "--nodes-needed" if self.nodes_needed else "--wait"
             raise UsageError(f"{option}: Slurm queues jobs and chooses their hosts; see `slurm` in the cluster file")
         return filtered(config, self.include, self.exclude)

@@ -76,7 +76,7 @@ def minor(version: str) -> str:
 
 def base_python(config: ResolvedConfig, k: int) -> Command:
     """Return the command that starts a Python, 3.8 or newer, on a node."""
-    if config.transport == "local":
+    if config.local:
         return Command((sys.executable,))
     return Command(ANY_PYTHON, setup=(*config.nodes[k].setup, MORE_PYTHONS))
 

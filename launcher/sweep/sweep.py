@@ -93,7 +93,7 @@ def define(options: SweepOptions) -> tuple[Definition, SweepFolder]:
     config = launch.choose(whole)
     if in_queue(config):
         raise UsageError("a sweep needs hosts that are there; run it in a Slurm job, whose hosts it divides")
-    if options.wait and config.transport == "slurm":
+    if options.wait and config.in_job_steps:
         raise UsageError("--wait: Slurm queues jobs; leave it out in a job")
     if asked := [node.host for node in config.nodes if node.password]:
         raise UsageError(

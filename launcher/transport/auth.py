@@ -378,7 +378,7 @@ class Passwords:
 
     def __init__(self, config: ClusterConfig, ask: AskPassword = ask_password):
         self._config, self._ask = config, ask
-        wanted = [rank for rank, node in enumerate(config.nodes) if node.password and config.transport == "ssh"]
+        wanted = [rank for rank, node in enumerate(config.nodes) if node.password and not config.shares_files]
         self._questions: dict[int, tuple[_Question, ...]] = {
             rank: (_first_question(config.nodes[rank]),) for rank in wanted
         }

@@ -36,7 +36,7 @@ def cluster_group(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[T
     that cannot be reached, UsageError for a node without an SSH connection that fabric can use.
     """
     config = load_config(Path(path), overrides)
-    if config.transport == "local":
+    if config.local:
         raise UsageError(f"{path} has `transport: local`, so there are no SSH connections for a fabric group")
     opened = connect_all(config)
     try:

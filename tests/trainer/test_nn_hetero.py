@@ -32,7 +32,6 @@ from trainer.core.schema import HOMO_EDGE, HOMO_NODE, node_salt
 from trainer.nn import hetero_layers as layers
 from trainer.nn.graph_facts import GraphFacts, LayerNeed, layer_needs
 from trainer.nn.models import build_model
-from trainer.nn.sharded_embedding import LocalEmbeddings
 
 EDGE_TYPES = (WRITES, CITES, HAS, WROTE, ON)
 FACTS = GraphFacts(True, "paper", tuple(NUM_NODES), EDGE_TYPES, DIMS, 4)
@@ -188,19 +187,11 @@ def test_layers_compute_rows_of_their_targets_only(model: str) -> None:
     assert before["paper"] < batch.num_nodes["paper"][2]
 
 
-def test_featureless_types_take_embeddings_or_one_vector() -> None:
+def test_featureless_types_without_embeddings_have_one_vector() -> None:
     batch = typed_batch(typed_edges(), [3, 4], (-1, -1))
-    tables = LocalEmbeddings({"author": 20}, 16)
-    net = build_model(Config("rgcn", fanouts=(-1, -1)), FACTS, tables)
-    net(batch).sum().backward()
-    touched = tables.tables["author"].weight.grad.any(1)
-    assert set(touched.nonzero().flatten().tolist()) <= set(batch.n_id["author"].tolist()) and touched.any()
-    assert "inputs.embeddings.tables.author.weight" in net.state_dict()
     plain = build_model(Config("rgcn", fanouts=(-1, -1)), FACTS)
     rows = plain.inputs(batch)["author"]
     assert rows.shape == (len(batch.n_id["author"]), 16) and torch.equal(rows, rows[:1].expand_as(rows))
-    with pytest.raises(SettingsError, match="embeddings are 8 wide, hidden rows 16"):
-        build_model(Config("rgcn", fanouts=(-1, -1)), FACTS, LocalEmbeddings({"author": 20}, 8))
 
 
 class ExternalEmbeddings:
@@ -221,6 +212,9 @@ def test_external_embeddings_are_looked_up_once_per_batch() -> None:
         net(typed_batch(typed_edges(), seeds, (2, 2)))
     assert rows.asked == [["author"], ["author"]]
     assert not [name for name in net.state_dict() if "embed" in name]
+    rows.dim = 8
+    with pytest.raises(SettingsError, match="embeddings are 8 wide, hidden rows 16"):
+        build_model(Config("rgcn", fanouts=(-1, -1)), FACTS, rows)
 
 
 def test_models_fit_the_kind_of_graph() -> None:

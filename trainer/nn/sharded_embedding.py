@@ -298,7 +298,7 @@ def _scattered(embedding: ShardedEmbedding, parts: list[Tensor] | None, count: i
 class Embeddings(Protocol):
     """Interface of trainable rows of some node types, which a model looks up in each batch.
 
-    An implementation that is an ``nn.Module`` is trained with the model. Any other needs a separate optimizer.
+    They need an optimizer of their own.
     """
 
     dim: int  #: width of a row
@@ -308,17 +308,3 @@ class Embeddings(Protocol):
 
     def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Mapping[NodeType, Tensor]:
         """Return the rows of nodes by type, float32 [n, dim]. ``n_id``: original ids by type, int64 [n]."""
-
-
-class LocalEmbeddings(nn.Module):
-    """One dense ``nn.Embedding`` per node type, for a single process."""
-
-    def __init__(self, num_nodes: Mapping[NodeType, int], dim: int):
-        from torch_geometric.nn.module_dict import ModuleDict
-
-        super().__init__()
-        self.num_nodes, self.dim = dict(num_nodes), dim
-        self.tables = ModuleDict({of: nn.Embedding(count, dim) for of, count in num_nodes.items()})
-
-    def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Mapping[NodeType, Tensor]:
-        return {of: self.tables[of](ids) for of, ids in n_id.items()}

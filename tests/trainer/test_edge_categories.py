@@ -104,11 +104,12 @@ def plain(codes: np.ndarray = CHANNEL, texts: list[str] = TEXTS) -> Dataset:
 def typed(**labels: np.ndarray) -> Dataset:
     """Users and items, whose ratings have a channel, with texts in the forward direction only; labels, if given."""
     made = hetero({"user": USERS, "item": ITEMS}, {RATES: ENDS.T, BACK: ENDS[::-1].T})
+    nodes = {of: replace(each, attrs={**each.attrs, "x": X[: each.num_nodes]}) for of, each in made.nodes.items()}
     attrs = {"price": PRICE[:900], "channel": RATED, **labels}
     edges = {RATES: EdgeData(ENDS, attrs), BACK: EdgeData(np.ascontiguousarray(ENDS[::-1]), attrs)}
     texts = {"user__rates__item__channel__categories": encode_texts(TEXTS)}
     texts |= {"user__rates__item__y__classes": np.array([2])} if labels else {}
-    return replace(made, edges=edges, graph_attrs=texts)
+    return replace(made, nodes=nodes, edges=edges, graph_attrs=texts)
 
 
 def write(folder: Path, data: Dataset) -> Path:

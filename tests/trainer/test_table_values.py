@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import math
 import re
 import time
@@ -26,6 +27,10 @@ from trainer.sources.table_database import Database, Scan, quoted
 NAN_PARQUET = Path(__file__).with_name("nan_without_statistics.parquet")
 """As pyarrow writes it, whose statistics of columns leave NaN out: id 7, 8, 9; v 1, NaN, 3; f 0.5, NaN, 1.5; k 7, NaN,
 9; l [1, 2], [NaN, 1], [0, 0]."""
+
+
+TYPES_PARQUET = Path(__file__).with_name("types_of_pyarrow.parquet")
+"""id 7, 8, 9; v of type null; at 2024-05-17 08:21:23 in UTC, of nanoseconds with a zone, as pandas 2 writes times."""
 
 
 def graph_of(folder: Path, nodes: Mapping[str, Any], edges: Mapping[str, Any] | None = None, **rest: Any) -> Dataset:
@@ -99,6 +104,66 @@ def test_nan_weights_and_ends_of_edges(folder: Path) -> None:
     graph = graph_of(folder, nodes, edges | {"time": "id", "dangling": "drop"})
     assert graph.edges["node", "to", "node"].edge_index.tolist() == [[0, 2], [0, 2]]
     assert graph.edges["node", "to", "node"].attrs["edge_time"].tolist() == [7, 9]
+
+
+def test_null_values_that_are_numbers(tmp_path: Path) -> None:
+    read = []
+    for folder in (tmp_path / "csv", tmp_path / "parquet"):
+        folder.mkdir()
+        file = f"{folder}/n.{folder.name}"
+        sql(f"COPY (SELECT id, v::DOUBLE AS v, v AS w FROM (VALUES (7, 5), (8, -9), (9, 1)) t(id, v)) TO '{file}'")
+        graph = graph_of(folder, {"attributes": ["v", "w"], "fill": 0, "null_values": [-9, "NA"]})
+        read.append([graph.nodes["node"].attrs[name].tolist() for name in ("v", "w")])
+    assert read == [[[5, 0, 1]] * 2] * 2
+
+
+def test_the_text_nan_is_no_label(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id,y\n7,nan\n8,cat\n9,dog\n")
+    assert graph_of(tmp_path, {"label": "y"}).nodes["node"].attrs["y"].tolist() == [-1, 0, 1]
+
+
+def test_types_that_only_pyarrow_writes(tmp_path: Path) -> None:
+    (tmp_path / "n.parquet").write_bytes(TYPES_PARQUET.read_bytes())
+    nodes = graph_of(tmp_path, {"features": ["v"], "fill": 2, "categories": ["v"], "time": "at"}).nodes["node"]
+    assert nodes.attrs["x"].tolist() == [[2], [2], [2]] and nodes.attrs["v"].tolist() == [-1, -1, -1]
+    assert nodes.attrs["time"].tolist() == [1715934083] * 3
+
+
+def test_classes_below_0_are_named_with_their_row(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id,y\n7,1\n8,-2\n9,0\n")
+    with pytest.raises(DataError, match=r"n\.csv, row 2: y is '-2' .*start at 0, -1 is no label; set `num_classes: 0`"):
+        graph_of(tmp_path, {"label": "y"})
+
+
+def test_types_of_files_that_do_not_agree_are_named(tmp_path: Path) -> None:
+    for name, value in (("a", "1"), ("b", "TIMESTAMPTZ '2024-01-01 00:00:00+00'")):
+        sql(f"COPY (SELECT '{name}' AS id, {value} AS \"at\") TO '{tmp_path}/n{name}.parquet'")
+    with pytest.raises(
+        DataError, match=r"nodes\.n: at is INTEGER in .*na\.parquet, but TIMESTAMP .* in .*nb\.parquet;"
+    ):
+        graph_of(tmp_path, {"files": "n*.parquet", "time": "at"})
+    (tmp_path / "nb.parquet").write_bytes(b"id,at\n7,8\n")
+    with pytest.raises(DataError, match=r"nb\.parquet is no Parquet file, or a damaged one; copy or write it again"):
+        load(tmp_path, {"nodes": {"n": {"files": "n*.parquet", "id": "id"}}, "edges": {"e": {"files": "e.csv",
+             "source": "s", "target": "t"}}}, tmp_path / "work2")  # fmt: skip
+
+
+def test_columns_with_any_name_become_attributes(tmp_path: Path) -> None:
+    write(tmp_path, n__csv=f'id,my town,größe,a/../b,"9 ""q""",{"z" * 300}\n7,x,1,2,3,4\n8,y,1,2,3,5\n9,x,1,2,3,6\n')
+    keys = {"categories": ["my town"], "attributes": ["größe", "a/../b", '9 "q"', "z" * 300]}
+    graph = graph_of(tmp_path, keys)
+    names = {"id", "my_town", "gr_e", "a_.._b", "_9_q_", "z" * 100}
+    assert set(graph.nodes["node"].attrs) == names and "my_town__categories" in graph.graph_attrs
+    (tmp_path / "work").rename(tmp_path / "work2")
+    with pytest.raises(DataError, match="a column of categories cannot be called 'x'; rename it"):
+        write(tmp_path, n__csv="id,x\n7,a\n8,b\n9,c\n")
+        graph_of(tmp_path, {"categories": ["x"]})
+
+
+def test_edges_of_no_rows_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id\n7\n", f__csv="s,t\n")
+    with pytest.raises(DataError, match=r"edges\.n__e__n: .*f\.csv has no rows"):
+        graph_of(tmp_path, {}, {"files": "f.csv"})
 
 
 # --- every kind of column in every role ----------------------------------------------------------------------------
@@ -289,6 +354,8 @@ KEYS: dict[str, tuple[str | list[str], str | list[str], list[int] | str]] = {
     "dates": (["2024-05-17"], "(DATE '2024-05-17')", [0]),
     "UUIDs": (["123e4567-e89b-12d3-a456-426614174000"], "('123e4567-e89b-12d3-a456-426614174000'::UUID)", [0]),
     "an empty key": (["7", "8"], ["8", '""', "7"], r"row 2: s is empty \(1 such sources"),
+    "only blanks": (["7", "8"], ["8", "  "], r"row 2: s is empty"),
+    "too long": (["7", "é" * 513], ["7"], r"id\.csv, row 2: id is 'éé.*at most 1,024 bytes; shorten it"),
     "all dropped": (["a", "b"], ["c", '""'], r"drop all 2 edges .*s such as 'c', empty; ids in id such as 'a', 'b'"),
     "most dropped": (["a", "b"], ["c", "b", "d", '""'], [1]),
 }  # fmt: skip
@@ -324,9 +391,11 @@ def test_an_instant_is_the_same_number_in_every_file_and_zone(tmp_path: Path, mo
     monkeypatch.setenv("TZ", "America/Sao_Paulo")
     time.tzset()
     texts = ["2024-05-17 05:21:23-03:00", "2024-05-17T08:21:23Z", "2024-05-17 08:21:23", "2024-05-17 13:51:23 +0530",
-             "2024-05-17T08:21:23.999999999", "2024-05-17 10:21:23+02"]  # fmt: skip
+                 "2024-05-17T08:21:23.999999999", "2024-05-17 10:21:23+02", "2024-05-17 08:21:23 Z"]  # fmt: skip
     write(tmp_path, n__csv="id,at\n" + "".join(f"{k},{text}\n" for k, text in enumerate(texts)), e__csv="s,t\n0,1\n")
-    zoned = ", ".join(f"({k}, '{text.replace(' +', '+')}'::TIMESTAMPTZ)" for k, text in enumerate(texts) if k != 2)
+    zoned = ", ".join(
+        f"({k}, '{text.replace(' +', '+').replace(' Z', 'Z')}'::TIMESTAMPTZ)" for k, text in enumerate(texts) if k != 2
+    )
     sql(f"SET TimeZone = 'UTC'; COPY (SELECT * FROM (VALUES {zoned}) t(id, \"at\")) TO '{tmp_path}/z.parquet'")
     for files in ("n.csv", "z.parquet"):
         options = {
@@ -373,6 +442,15 @@ CSV: dict[str, tuple[str | bytes, dict[str, Any], list[str] | str]] = {
     "empty": ("", {}, r"n\.csv is empty, or damaged; expected a line of column names"),
     "a column called rowid": (NODES.replace("name", "rowid"), {"categories": ["rowid"]}, "cannot be called 'rowid'"),
     "bars": (NODES.replace(",", "|"), {}, READ),
+    "empty lines above the header": ("\r\n\r\n" + NODES.replace("\n", "\r\n"), {}, READ),
+    "line ends with two carriage returns": (NODES.replace("\n", "\r\r\n"), {}, READ),
+    "null values with blanks": (NODES.replace("cid", " NA "), {"null_values": ["NA"]}, ["ann", "böb", ""]),
+    "only blanks": (NODES.replace("cid", "  "), {}, ["ann", "böb", ""]),
+    "utf-16 without a word": (NODES.encode("utf-16"), {}, r"n\.csv is in UTF-16; set `encoding: utf-16`"),
+    "utf-16 without a mark": (b"i\0d\0\n\0007\0\n\0", {}, r"n\.csv is in UTF-16; set `encoding: utf-16-le`"),
+    "a Parquet file": (b"PAR1\x15\x04", {}, r"n\.csv is a Parquet file; give it a name that ends in \.parquet"),
+    "a gzip file": (gzip.compress(NODES.encode()), {}, r"n\.csv is a gzip file; give it a name that ends in \.csv\.gz"),
+    "a spreadsheet": (b"PK\3\4\x14", {}, r"n\.csv is a zip archive or a spreadsheet; unpack it, or save it as CSV"),
     "another delimiter": (NODES.replace(",", "~"), {"delimiter": "~"}, READ),
 }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Container, Mapping, Sequence
 
 import numpy as np
@@ -29,6 +30,16 @@ VAL_TYPES, TEST_TYPES = (
 HELD_OUT = "held_out_type"  #: edge types of the held-out links, uint8 [types, bytes] (``encode_texts``)
 
 HELD_OUT_TIME = "held_out_time"  #: name of the edge attribute of the times, as ``HELD_OUT``
+
+
+def attr_name(column: str) -> str:
+    """Return the attribute that a column of a table becomes: other characters than ``A-Za-z0-9_.-`` become ``_``."""
+    return re.sub(r"^(?![A-Za-z_])", "_", re.sub(r"[^A-Za-z0-9_.-]+", "_", column))[:100]
+
+
+def key_attr(column: str) -> str:
+    """Return the attribute with a column of the key of a task table's rows."""
+    return f"key_{attr_name(column)}"
 
 
 def encode_texts(texts: Sequence[str], width: int | None = None) -> npt.NDArray[np.uint8]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from trainer.core.batch import LinkEnds
+from trainer.core.graph_attrs import key_attr
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, is_link_types, type_name
 from trainer.graph.open import Graph
@@ -36,7 +37,6 @@ from trainer.nn.layerwise_inference import LayerResults, LayerRows, WholeGraph
 from trainer.nn.link_embeddings import DotProducts, LinkEmbeddings, best_targets, original_ids
 from trainer.nn.link_model import LinkModel
 from trainer.sampler.types import RowRequest
-from trainer.sources.read_tables import KEY
 from trainer.store.npy import map_npy
 from trainer.train.epoch import EVAL_EPOCH, evaluate
 from trainer.train.full_ranking import FullRanking
@@ -203,7 +203,7 @@ def write_best(
 
 def _write_part(folder: Path, graph: Graph, ends: tuple[NodeType, NodeType], parquet: bool) -> None:
     ids, best, scores = (map_npy(folder / f"{name}.npy") for name in ("id", "targets", "scores"))
-    keys = {name: map_npy(folder / f"{KEY}{name}.npy") for name in key_columns(graph, ends[0])}
+    keys = {name: map_npy(folder / f"{key_attr(name)}.npy") for name in key_columns(graph, ends[0])}
     target, name = ends[1], id_attr(graph, ends[1])
 
     def target_ids(nodes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.core.graph_attrs import CATEGORIES, decode_texts
+from trainer.core.graph_attrs import CATEGORIES, decode_texts, key_attr
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import AnyType, NodeType, type_name
 from trainer.graph.device import as_tensor
@@ -30,7 +30,7 @@ from trainer.infer.prediction_files import (
 from trainer.loader.block_loader import as_label
 from trainer.nn.layerwise_inference import LayerRows
 from trainer.sampler.types import RowRequest
-from trainer.sources.read_tables import COLUMNS, KEY
+from trainer.sources.read_tables import COLUMNS
 from trainer.store.npy import map_npy
 from trainer.train.tasks.ranking import SplitScores, in_order
 from trainer.train.tasks.regression import Regression
@@ -70,7 +70,7 @@ def _write_part(
     probabilities: bool,
 ) -> None:  # fmt: skip
     values, ids = map_npy(folder / f"{array}.npy"), map_npy(folder / "id.npy")
-    key = {name: map_npy(folder / f"{KEY}{name}.npy") for name in keys}
+    key = {name: map_npy(folder / f"{key_attr(name)}.npy") for name in keys}
 
     def blocks() -> Iterator[list[list[Any]]]:
         for begin in range(0, len(values), ROWS_AT_ONCE):

@@ -18,13 +18,12 @@ from torch import Tensor
 
 from trainer.core.arrays import Array
 from trainer.core.errors import SettingsError
-from trainer.core.graph_attrs import KEY_COLUMNS, decode_texts
+from trainer.core.graph_attrs import KEY_COLUMNS, decode_texts, key_attr
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.graph.open import Graph
 from trainer.nn.layerwise_inference import LayerRows, NodeRange
 from trainer.sampler.types import RowRequest
-from trainer.sources.read_tables import KEY
 from trainer.sources.table_database import Database, text
 
 ROWS_AT_ONCE = 1 << 16
@@ -72,7 +71,7 @@ def _new_part(folder: Path, graph: Graph, of: NodeType, part_id: int, array: Out
     folder.mkdir(parents=True, exist_ok=True)
     offsets = graph.manifest.nodes[of].offsets
     ids = np.arange(offsets[part_id], offsets[part_id + 1])
-    name, keys = id_attr(graph, of), [f"{KEY}{column}" for column in key_columns(graph, of)]
+    name, keys = id_attr(graph, of), [key_attr(column) for column in key_columns(graph, of)]
     (found,) = graph.access.gather([RowRequest(of, ids, ("orig_id", name, *keys))])
     np.save(folder / "orig_id.npy", np.asarray(found["orig_id"], np.int64))
     np.save(folder / "id.npy", np.asarray(found[name]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import csv
 import gzip
-import io
 import re
 import zlib
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,8 @@ from trainer.core.errors import DataError
 _DELIMITERS = ",;\t|"
 
 _MISSING = {"", "-", "?", "na", "n/a", "nan", "null", "none"}  #: lower case
+
+_LINE_END = re.compile("\r+\n|\r")  #: also of files that were written as text twice, on Windows
 
 csv.field_size_limit(1 << 30)  # the first rows may contain long texts
 
@@ -32,7 +33,7 @@ def split_rows(lines: Iterable[str], delimiter: str | None) -> tuple[str, list[l
     If ``delimiter`` is None, it is the one of comma, semicolon, tab and bar with which most rows have as many values as
     the first, at least two.
     """
-    text = [line.replace("\0", "") for line in lines]
+    text = [line.translate({0: None, 13: None}) for line in lines]  # which the reader refuses
     found = {d: [row for row in csv.reader(text, delimiter=d) if row] for d in (delimiter or _DELIMITERS)}
     best = max(found, key=lambda d: _likeliness(found[d]))
     return best, found[best]
@@ -82,7 +83,7 @@ def copy_as_utf8(path: Path, encoding: str, target: Path) -> None:
     """
     if path.suffix.lower() == ".zst":
         raise DataError(f"{path}: `encoding` is not possible with .zst; unpack the file")
-    decoder, line = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(), translate=True), 1
+    decoder, line, rest = codecs.getincrementaldecoder(encoding)(), 1, ""
     opened = gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
     with opened as source, target.open("w", encoding="utf-8", newline="") as out:
         while True:
@@ -91,15 +92,45 @@ def copy_as_utf8(path: Path, encoding: str, target: Path) -> None:
             except (gzip.BadGzipFile, EOFError, zlib.error) as error:
                 raise DataError(f"{path}: is no gzip file, or a damaged one ({error}); copy or pack it again") from None
             try:
-                text = decoder.decode(chunk, final=not chunk)
+                text = rest + decoder.decode(chunk, final=not chunk)
             except UnicodeError as error:
                 if isinstance(error, UnicodeDecodeError):
                     line += error.object[: error.start].decode(encoding, "replace").count("\n")
                 raise DataError(f"{path}, line {line}: is not {encoding}; set `encoding` to that of the file") from None
+            rest = text[len(text.rstrip("\r")) :] if chunk else ""  # perhaps a line end that is cut
+            text = _LINE_END.sub("\n", text[: len(text) - len(rest)])
             line += text.count("\n")
             out.write(text)
             if not chunk:
                 return
+
+
+#: first bytes of a file -> what it is, and what to do
+_MAGIC = {
+    b"PAR1": "a Parquet file; give it a name that ends in .parquet",
+    b"\x1f\x8b": "a gzip file; give it a name that ends in .csv.gz",
+    b"\x28\xb5\x2f\xfd": "a Zstandard file; give it a name that ends in .csv.zst",
+    b"PK\3\4": "a zip archive or a spreadsheet; unpack it, or save it as CSV",
+    b"\xd0\xcf\x11\xe0": "a spreadsheet; save it as CSV",
+    b"BZh": "a bzip2 file; unpack it",
+    b"\xfd7zXZ": "an xz file; unpack it",
+    b"\xff\xfe\0\0": "in UTF-32; set `encoding: utf-32`",
+    b"\xff\xfe": "in UTF-16; set `encoding: utf-16`",
+    b"\xfe\xff": "in UTF-16; set `encoding: utf-16`",
+}
+
+
+def check_magic(path: Path) -> None:
+    """Raise ``DataError`` if a file's first bytes are those of something else than a CSV file in UTF-8."""
+    if path.suffix.lower() == ".gz":
+        return
+    with path.open("rb") as file:
+        head = file.read(8)
+    found = next((what for magic, what in _MAGIC.items() if head.startswith(magic)), "")
+    if not found and len(head) > 1 and 0 in head[:2]:
+        found = f"in UTF-16; set `encoding: utf-16-{'le' if head[0] else 'be'}`"
+    if found:
+        raise DataError(f"{path} is {found}")
 
 
 def check_zst(path: Path) -> None:

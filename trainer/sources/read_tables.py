@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
-from trainer.core.graph_attrs import CATEGORIES, KEY_COLUMNS, encode_texts
+from trainer.core.graph_attrs import CATEGORIES, KEY_COLUMNS, attr_name, encode_texts, key_attr
 from trainer.core.rng import hashed
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
@@ -58,8 +58,6 @@ _RELATION = "gf_relation"  #: attribute of edges while they are read
 HAS = "has"  #: relation of the edges from entities to the rows of a task table
 
 LISTS = "lists"  #: relation of the edges from the rows of a task table to the targets in their label
-
-KEY = "key_"  #: first letters of the attributes with the columns of a row's key, before their names
 
 COLUMNS = "columns"  #: last word of graph attributes with the names of the columns of ``y``, uint8 [columns, bytes]
 
@@ -209,7 +207,7 @@ class _Conversion:
         keys = [*dict.fromkeys([table.id, *([table.time] if table.time else [])])]
         self.names[f"{of}__{KEY_COLUMNS}"] = encode_texts(keys)
         for key in keys:
-            columns.append(ArrayColumn(f"{KEY}{key}", [f"coalesce(CAST({quoted(key)} AS VARCHAR), '')"], None))
+            columns.append(ArrayColumn(key_attr(key), [f"coalesce(CAST({quoted(key)} AS VARCHAR), '')"], None))
         self._check_names(columns, scan)
 
         # The targets that the rows list, before any row is exported, since rows of one target each are united.
@@ -452,6 +450,8 @@ class _Conversion:
             scan.where,
         )
         ((total,),) = self.database.rows(f"SELECT count(*) FROM {name}", scan.where)
+        if total == 0:
+            raise DataError(f"{scan.where}: {scan.files[0]} has no rows")
         count = self._check_dangling(of, table, scan, name, number_of)
         arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, total) for each in columns}
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
@@ -590,7 +590,7 @@ class _Conversion:
                     scan.where,
                 )
                 ids = self.database.rows(f"SELECT id FROM {number_of[end]}_ids ORDER BY number LIMIT {FEW}", scan.where)
-                wrong = ", ".join("empty" if one is None else repr(one[:80]) for (one,) in found)
+                wrong = ", ".join(dict.fromkeys("empty" if one is None else repr(one[:80]) for (one,) in found))
                 right = ", ".join(repr(one) for (one,) in ids)
                 ends.append(f"{column} such as {wrong}; ids in {self.options.nodes[end].id or end} such as {right}")
         examples = "; ".join(ends)
@@ -660,9 +660,11 @@ class _Conversion:
             found.append(number_array(features, numbers, np.float32))
         for name in table.attributes:
             (column,) = check_numbers(scan, [name], "attributes", table.fill)
-            found.append(number_array(name, [column], np.int64 if column.whole else np.float32))
+            found.append(number_array(attr_name(name), [column], np.int64 if column.whole else np.float32))
         for name in table.categories:
-            found.append(self._codes(of, name, name, scan, "categories"))
+            if attr_name(name) in ("x", "edge_attr"):
+                raise DataError(f"{scan.where}: a column of categories cannot be called {name!r}; rename it")
+            found.append(self._codes(of, attr_name(name), name, scan, "categories"))
         if table.time is not None:
             name = "time" if features == "x" else "edge_time"
             found.append(ArrayColumn(name, [time_sql(scan, table.time)], np.dtype(np.int64)))

@@ -11,15 +11,12 @@ from typing import Any
 import numpy as np
 
 from trainer.core.arrays import Array
-from trainer.core.errors import DataError
 from trainer.core.graph_attrs import encode_texts
 from trainer.data.raw_arrays import RawArray
 from trainer.sources.table_columns import NumberColumn
 from trainer.sources.table_database import Database
 
 _CHUNK = 32 << 20  #: bytes of an array that are read from the database at once
-
-_LONGEST_ID = 1024  #: bytes
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,6 @@ class TableArrays:
     def _texts(self, column: ArrayColumn, table: str, where: str, count: int) -> Array:
         (sql,) = column.columns
         ((longest,),) = self._database.rows(f"SELECT max(strlen({sql})) FROM {table}", where)
-        if longest > _LONGEST_ID:
-            raise DataError(f"{where}: an id has {longest:,} bytes; at most {_LONGEST_ID:,} are possible")
         out = self.empty(column.name, np.dtype(np.uint8), (count, max(1, longest)))
         for begin, end in row_ranges(count, max(1, longest) + 50):
             rows = self.rows(table, f"{sql} AS v", begin, end, where)["v"]

@@ -17,6 +17,8 @@ _FLOATS = ("FLOAT", "DOUBLE")
 _LIST = re.compile(r"(.*)\[(\d*)\]")
 _LARGE = 100.0  #: mean and standard deviation together of a feature that outweighs standardised ones
 
+_LONGEST_ID = 1024  #: bytes
+
 NESTED = ("STRUCT", "MAP", "UNION", "BLOB")
 
 
@@ -130,7 +132,8 @@ def _faults(column: str, number: str) -> dict[str, tuple[str, str]]:
     return {
         "wrong": (
             f"{column} IS NOT NULL AND {number} IS NULL",
-            "must be numbers; a column of texts belongs in `categories`, and texts for missing values in `null_values`",
+            "must be numbers such as 1234.5, without units, commas or separators of thousands; a column of texts "
+            "belongs in `categories` or `one_hot`, and texts for missing values in `null_values`",
         ),
         "infinite": (_is_infinite(number), "must be finite and fit into float32"),
         "missing": (f"{column} IS NULL", "need a value; `fill: 0` puts 0 in empty cells"),
@@ -204,13 +207,14 @@ def class_sql(scan: Scan, name: str, as_numbers: bool) -> tuple[str, bool] | Non
     number = as_double(name, of)
     numbers, whole = scan.database.rows(
         f"SELECT bool_and({number} IS NOT NULL OR {column} IS NULL), "
-        f"bool_and(isnan({number}) OR ({_as_integer(name, of)} IS NOT NULL AND {number} >= -1)) "
-        f"FROM {scan.sql} WHERE {column} IS NOT NULL",
+        f"bool_and(isnan({number}) OR {_as_integer(name, of)} IS NOT NULL) FROM {scan.sql} WHERE {column} IS NOT NULL",
         scan.where,
     )[0]
     if numbers is False:
         return None
     if whole and not as_numbers:
+        advice = f"classes of {scan.where} start at 0, -1 is no label; set `num_classes: 0` if these are no classes"
+        _refuse(scan, name, f"{number} < -1", advice)
         return f"coalesce({_as_integer(name, of)}, -1)", True
     return label_sql(scan, name)[0], False
 
@@ -271,6 +275,9 @@ def ids_are_integers(scan: Scan, column: str, role: str = "id") -> bool:
         below = f", below 2^{_EXACT[of]}," if of in _EXACT else ""
         advice = f"an id ({role} of {scan.where}) must be a whole number{below} or a text"
         _refuse(scan, column, f"{present} AND NOT {_is_whole(name, of)}", advice)
+    if of == "VARCHAR":
+        advice = f"an id ({role} of {scan.where}) can have at most {_LONGEST_ID:,} bytes; shorten it"
+        _refuse(scan, column, f"strlen({name}) > {_LONGEST_ID}", advice)
     (all_,) = scan.database.rows(
         f"SELECT bool_and({integer_id(name, of)} IS NOT NULL) FROM {scan.sql} WHERE {present}", scan.where
     )[0]
@@ -346,11 +353,14 @@ def time_sql(scan: Scan, column: str) -> str:
         all_integers = f"SELECT bool_and(({sql}) IS NOT NULL) FROM {scan.sql} WHERE {name} IS NOT NULL"
         if of == "VARCHAR" and not scan.database.rows(all_integers, scan.where)[0][0]:
             # a blank before the offset, as in Python's and git's formats, is not read by DuckDB
-            moment = f"regexp_replace(trim({name}), '\\s+([+-]\\d\\d)', '\\1')"
+            moment = f"regexp_replace(trim({name}), '\\s+([+-]\\d\\d|Z$)', '\\1')"
             sql = f"CAST(floor(epoch(TRY_CAST({moment} AS TIMESTAMPTZ))) AS BIGINT)"
     else:
         raise DataError(f"{scan.where}: time {column!r} is {of}, expected integers, dates or timestamps")
-    advice = f"time of {scan.where} must be integers, dates or timestamps such as 2024-05-17 12:00:00"
+    advice = (
+        f"time of {scan.where} must be in every row, all of them integers, or all dates or timestamps such as "
+        "2024-05-17 12:00:00"
+    )
     _refuse(scan, column, f"({sql}) IS NULL", advice)
     return sql
 

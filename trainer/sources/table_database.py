@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from urllib.parse import unquote
 from trainer.core.errors import DataError
 from trainer.core.memory import size_text
 from trainer.core.progress import progress
-from trainer.sources.csv_files import check_zst, copy_as_utf8, has_header, split_rows
+from trainer.sources.csv_files import check_magic, check_zst, copy_as_utf8, has_header, split_rows
 from trainer.sources.table_files import is_parquet
 from trainer.sources.table_options import Table
 
@@ -107,6 +108,15 @@ _CSV_FAULTS = {
     "LINE SIZE OVER MAXIMUM": "is longer than 2 MB; is a quote left open?",
 }
 
+#: types of Parquet files for which DuckDB has no functions -> type of the copy
+_READ_AS = {"TIMESTAMPTZ_NS": "TIMESTAMP WITH TIME ZONE", '"NULL"': "VARCHAR"}
+
+_NAN = ("nan", "NaN", "NAN")  #: texts that are no labels
+
+_NUMBER_TYPE = re.compile(r"(U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DECIMAL\(.*)$")
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
 ROW_NUMBER = "rowid"  #: name of a column that is in no file: the number of the row, from 0
 
 _FILE = "\0"  #: in SQL, the file that is read: a CSV file or its copy in UTF-8
@@ -117,6 +127,8 @@ class _Header:
     delimiter: str
     columns: Sequence[str]
     is_missing: bool  #: the first row contains values
+    skipped: int = 0  #: empty lines before it
+    repeated: frozenset[str] = frozenset()  #: columns whose name another one has, too
 
 
 @dataclass(frozen=True)
@@ -138,7 +150,10 @@ class Scan:
 
     @cached_property
     def sql(self) -> str:
-        """Copy the table into the database, and return the copy's name. Empty texts and ``null_values`` are NULL."""
+        """Copy the table into the database, and return the copy's name.
+
+        NULL are texts that are empty but for blanks, ``null_values``, and the text NaN in columns of labels.
+        """
         name = quoted(f"rows of {self.where}")
         wanted = {column: of for column, of in self._columns.items() if self.used is None or column in self.used}
         wanted = wanted or dict([*self._columns.items()][:1])
@@ -146,19 +161,17 @@ class Scan:
             raise DataError(f"{self.where}: a column cannot be called {name_of_rows!r}; rename it")
         created = ", ".join(f"{quoted(column)} {of}" for column, of in wanted.items())
         self.database.run(f"CREATE TABLE {name} ({created})", self.where)
-        nulls = ", ".join(map(text, ("", *self.options.null_values)))
 
         def insert(columns: Iterable[str], reading: str) -> str:
-            listed = [
-                f"CASE WHEN {quoted(one)} NOT IN ({nulls}) THEN {quoted(one)} END AS {quoted(one)}"
-                if wanted[one] == "VARCHAR"
-                else quoted(one)
-                for one in columns
-            ]
+            listed = [f"{self._without_nulls(one, wanted[one])} AS {quoted(one)}" for one in columns]
             return f"INSERT INTO {name} BY NAME SELECT {', '.join(listed)} FROM {reading}"
 
         if is_parquet(self.files[0]):
-            self.database.run(insert(wanted, self._parquet(self.files)), self.where)
+            try:
+                self.database.run(insert(wanted, self._parquet(self.files)), self.where)
+            except DataError:
+                self._check_types(wanted)
+                raise
             return name
         for path in self.files:
             found = self._file_columns(path)
@@ -168,6 +181,31 @@ class Scan:
             (row,) = self._query_csv(path, insert(columns, self._csv(path)))
             self._rows[path] = int(row[0])
         return name
+
+    def _without_nulls(self, column: str, of: str) -> str:
+        """Return the SQL expression of a column in which missing values are NULL."""
+        name, nulls = quoted(column), self.options.null_values
+        if of == "VARCHAR":
+            nan = _NAN if column in getattr(self.options, "label", ()) else ()
+            floats = (f"{each}.0" for each in nulls if each.isdecimal() or each[:1] == "-" and each[1:].isdecimal())
+            texts = ", ".join(map(text, ("", *nulls, *floats, *nan)))
+            return f"CASE WHEN trim(CAST({name} AS VARCHAR)) NOT IN ({texts}) THEN {name} END"
+        numbers = [each for each in nulls if _NUMBER.fullmatch(each)]
+        if not numbers or not _NUMBER_TYPE.match(of):
+            return name
+        listed = ", ".join(f"{text(each)}::DOUBLE" for each in numbers)
+        return f"CASE WHEN CAST({name} AS DOUBLE) NOT IN ({listed}) THEN {name} END"
+
+    def _check_types(self, wanted: Collection[str]) -> None:
+        """Raise ``DataError`` if a column has types in two Parquet files that are not converted to each other."""
+        seen: dict[str, tuple[Path, str]] = {}
+        for path in self.files:
+            for column, of in self._described([path]).items():
+                first, type_ = seen.setdefault(column, (path, of))
+                if column in wanted and type_ != of:
+                    raise DataError(
+                        f"{self.where}: {column} is {type_} in {first}, but {of} in {path}; write it in the same type"
+                    )
 
     def close(self) -> None:
         self.database.run(f"DROP TABLE IF EXISTS {quoted(f'rows of {self.where}')}", self.where)
@@ -188,7 +226,7 @@ class Scan:
         return (
             f"(SELECT *{hive} FROM read_csv({_FILE}, auto_detect = false, header = {not self.options.columns}, "
             f"columns = {{{columns}}}, delim = {text(header.delimiter)}, quote = '\"', escape = '\"', "
-            "hive_partitioning = false, store_rejects = true, rejects_limit = 100))"
+            f"hive_partitioning = false, store_rejects = true, rejects_limit = 100, skip = {header.skipped}))"
         )
 
     def _hive(self, path: Path) -> dict[str, str]:
@@ -200,21 +238,30 @@ class Scan:
         if path not in self._headers:
             if path.suffix.lower() == ".zst":
                 check_zst(path)
+            elif not self.options.encoding:
+                check_magic(path)
             lines = self._query_csv(
                 path,
                 f"SELECT line FROM read_csv({_FILE}, auto_detect = false, header = false, delim = '\1', quote = '', "
                 "escape = '', columns = {'line': 'VARCHAR'}, strict_mode = false, hive_partitioning = false, "
                 "store_rejects = true, rejects_limit = 100) LIMIT 1000",
             )
+            if path not in self._in_utf8 and any(line and line[0] == "\n" for (line,) in lines):
+                self._copy(
+                    path, self.options.encoding or "utf-8"
+                )  # lines end with CR CR LF, which DuckDB takes for two
+                return self._header(path)
             delimiter, rows = split_rows((f"{line}\n" for (line,) in lines if line), self.options.delimiter)
+            skipped = next((k for k, (line,) in enumerate(lines) if line), 0)
             if not rows:
                 raise DataError(
                     f"{self.where}: {path} is empty, or damaged; expected a line of column names, and lines of values"
                 )
             if names := self.options.columns:
                 self._check_names(path, names, rows[0])
-                self._headers[path] = _Header(delimiter, names, False)
+                self._headers[path] = _Header(delimiter, names, False, skipped)
                 return self._headers[path]
+            repeated: set[str] = set()
             columns: dict[str, str] = {}  # name in lower case, as DuckDB compares names -> name
             for k, cell in enumerate(rows[0]):
                 column = cell.removeprefix("\ufeff").strip() or f"column{k}"
@@ -224,11 +271,14 @@ class Scan:
                         f"{self.where}: {path}: two columns are called {same!r}"
                         f"{'' if same == column else f' and {column!r}, which is the same name'}; rename one of them"
                     )
+                repeated |= {same, column} if same else set()
                 number = 1
                 while same and column.lower() in columns:
                     column, number = f"{same}_{number}", number + 1
                 columns[column.lower()] = column
-            self._headers[path] = _Header(delimiter, list(columns.values()), not has_header(rows))
+            self._headers[path] = _Header(
+                delimiter, list(columns.values()), not has_header(rows), skipped, frozenset(repeated)
+            )
         return self._headers[path]
 
     def _check_names(self, path: Path, names: Sequence[str], row: Sequence[str]) -> None:
@@ -302,8 +352,18 @@ class Scan:
         return {column: "VARCHAR" for path in self.files for column in self._file_columns(path)}
 
     def _described(self, files: Sequence[Path]) -> dict[str, str]:
-        found = self.database.rows(f"DESCRIBE SELECT * FROM {self._parquet(files)}", self.where)
-        return {str(row[0]): str(row[1]) for row in found}
+        try:
+            found = self.database.rows(f"DESCRIBE SELECT * FROM {self._parquet(files)}", self.where)
+        except DataError:
+            for path in files if len(files) > 1 else ():
+                self._described([path])
+            if len(files) > 1:
+                self._check_types([*self._described(files[:1])])
+                raise
+            raise DataError(
+                f"{self.where}: {files[0]} is no Parquet file, or a damaged one; copy or write it again"
+            ) from None
+        return {str(row[0]): _READ_AS.get(str(row[1]), str(row[1])) for row in found}
 
     def _file_columns(self, path: Path) -> Collection[str]:
         return self._described([path]) if is_parquet(path) else [*self._header(path).columns, *self._hive(path)]

@@ -244,7 +244,9 @@ class Reader:
             tree = short_form(kinds[0], tree)
         if isinstance(tree, Scalar) and tree.text in words:
             return tree.text
-        rest = next(kind for kind in kinds if get_origin(kind) is not Literal)
+        rest = next((kind for kind in kinds if get_origin(kind) is not Literal), None)
+        if rest is None:
+            return _choice(tuple(words), tree)
         if rest is int and str in kinds and isinstance(tree, Scalar) and not (tree.empty or _INT.fullmatch(tree.text)):
             return _scalar(str, tree)
         try:

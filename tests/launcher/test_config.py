@@ -172,6 +172,9 @@ MISTAKES = {
         "writing them here",
         "4: train.track.tensorboard: expected options of tensorboard, found 3",
     ],
+    TWO + "train: {neighbors: {name: ppr, direction: inn}}\n": [
+        "3: train.neighbors.direction: expected one of in, out, both, found the text `inn`; did you mean `in`?"
+    ],
     TWO + "train: {optimizer: Adamm}\n": [
         "3: train.optimizer: there is no optimizer of torch.optim 'Adamm'; did you mean Adam?"
     ],

@@ -46,6 +46,7 @@ class Tracking(Observer):
         self._figures: LatestWriter | None = None
         self._told: set[tuple[str, str]] = set()
         self._next = self._deadline = 0.0
+        self._sight: Sight | None = None  #: the last one
 
     @staticmethod
     def wanted(spec: NodeSpec) -> bool:
@@ -84,7 +85,7 @@ class Tracking(Observer):
 
         Returns findings about trackers that fail.
         """
-        self.signs["host"] = self._load.look()
+        self.signs["host"], self._sight = self._load.look(), sight
         if self._child is None or time.monotonic() < self._next:
             return []
         self._next = time.monotonic() + _INTERVAL
@@ -92,13 +93,16 @@ class Tracking(Observer):
             self._told.add(("", "problem"))
             return [self.finding(f"the process for {' and '.join(self._names)} ended; see logs/track.log")]
         if self._figures is not None and not self._deadline:
-            members = sight.peers.members if isinstance(sight.peers, Hub) else {}
-            nodes = {k: member.host for k, member in members.items()} | {self.first.node_rank: self.signs["host"]}
-            ranks = {int(rank): one for member in members.values() for rank, one in member.ranks.items()}
-            ranks |= sight.state["ranks"]
-            shown = {rank: {name: one[name] for name in _SHOWN if one.get(name)} for rank, one in ranks.items()}
-            self._figures.put(json.dumps({"t": time.time(), "nodes": nodes, "ranks": shown}))
+            self._put_figures(self._figures, sight)
         return list(self._news())
+
+    def _put_figures(self, figures: LatestWriter, sight: Sight) -> None:
+        members = sight.peers.members if isinstance(sight.peers, Hub) else {}
+        nodes = {k: member.host for k, member in members.items()} | {self.first.node_rank: self.signs["host"]}
+        ranks = {int(rank): one for member in members.values() for rank, one in member.ranks.items()}
+        ranks |= sight.state["ranks"]
+        shown = {rank: {name: one[name] for name in _SHOWN if one.get(name)} for rank, one in ranks.items()}
+        figures.put(json.dumps({"t": time.time(), "nodes": nodes, "ranks": shown}))
 
     def conclude(self, end: End) -> None:
         """Tell the process how the run has ended."""
@@ -107,6 +111,8 @@ class Tracking(Observer):
         patience = _SHORT_PATIENCE if end.now else _PATIENCE
         self._deadline = time.monotonic() + patience + _MARGIN
         if self._figures is not None:
+            if self._sight is not None:  # of a short run the first figures had nothing of the ranks yet
+                self._put_figures(self._figures, self._sight)
             self._figures.settle(1.0)
         self.journal.put(
             "track/end.json", {"state": end.state, "report": dict(end.report), "patience": patience}, write_json

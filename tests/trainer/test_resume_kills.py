@@ -133,14 +133,14 @@ def run(stage: Stage, kill: Kill, hosts: int, folder: Path, resume: Path | None 
     cluster, die = stage.cluster(mode, hosts), resume is None and kill.last > 0
     newest, ranks = folder / "checkpoints" / "last.pt", []
     folder.mkdir()
+    script = folder / "own.py"
+    script.write_text(OWN)  # before a rank starts: one that reads it while it is written runs an empty script
     for rank, (node, parts) in enumerate(stage.places(mode, hosts)):
         env = {"NODE_RANK": str(node), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         if kill.kind == "own script":
             env |= {"GNNFLEET_CLUSTER": str(cluster), "GNNFLEET_RUN_DIR": str(folder)}
             env |= {"GNNFLEET_PART_IDS": ",".join(map(str, parts)), "GNNFLEET_PARTS": str(stage.parts)}
             env |= {"GNNFLEET_RESUME": str(resume)} if resume else {}
-            script = stage.folder / "own.py"
-            script.write_text(OWN)
             words = [str(script), "-", str(folder / "losses"), str(kill.last if die else 0), str(kill.victim)]
             ranks.append(start_script(words, rank, hosts, port, folder, **env))
             continue

@@ -1,9 +1,12 @@
-"""``python -m launcher`` is the program ``gnnfleet``. It imports no file of the current folder."""
+"""``python -m launcher``, or ``python …/launcher/__main__.py``, is the program ``gnnfleet``.
+
+It imports no file of the current folder. Our own processes name it by its path, as ``-m`` would run a launcher.py there.
+"""
 
 import os
 import sys
 
-if sys.path[0] in ("", os.getcwd()):
+if not __package__ or sys.path[0] in ("", os.getcwd()):
     sys.path[0] = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir))
 
 from launcher.cli.main import main  # noqa: E402

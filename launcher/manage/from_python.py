@@ -199,10 +199,10 @@ class LaunchedRun:
 
 
 def own_process(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return argv and environment of a process that runs a command of ``gnnfleet``."""
-    here = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-    return [sys.executable, "-m", "launcher", *words], {**os.environ, "PYTHONPATH": path}
+    """Return argv and environment of a process that runs a command of ``gnnfleet``, in any folder."""
+    here = Path(__file__).resolve().parents[2]
+    path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH")]))
+    return [sys.executable, str(here / "launcher/__main__.py"), *words], {**os.environ, "PYTHONPATH": path}
 
 
 def _gnnfleet(words: Sequence[str], *, quiet: bool = True, timeout: float | None = None) -> tuple[int, str, str]:

@@ -113,11 +113,9 @@ class TrialRun:
             run = LaunchedRun(self.run_folder)
             result = run.result
         except FleetError:
-            return Ending("refused", self._error) if self._error else Ending("cut")
+            return self._nothing_ran()
         if result is None:
-            if never_ran(self.run_folder):
-                return Ending("refused", self._error) if self._error else Ending("cut")
-            return Ending("unfollowed", self._error)
+            return self._nothing_ran() if never_ran(self.run_folder) else Ending("unfollowed", self._error)
         if result["state"] == "done":
             return Ending("done")
         if result["state"] == "stopped":
@@ -126,6 +124,14 @@ class TrialRun:
         if first is not None and first.get("name") == "node" and not first.get("found"):
             return Ending("lost", run.cause)
         return Ending("refused" if never_ran(self.run_folder) else "failed", run.cause or self._error)
+
+    def _nothing_ran(self) -> Ending:
+        status = self._processes[-1].returncode if self._processes else None
+        if self._error or status is None or not 0 < status < 128:  # a signal, which the program reports as 128 and more
+            return Ending("refused", self._error) if self._error else Ending("cut")
+        said = self._log.read_text(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(said) if line.strip()), "")
+        return Ending("refused", f"the launch ended with exit status {status}: {last}, see {self._log}")
 
     @property
     def seconds(self) -> float | None:

@@ -33,6 +33,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_mistakes_are_exceptions(config: Path) -> None:
+    (config.parent / "launcher.py").write_text("raise SystemExit('a file of the user ran')")
     with pytest.raises(gf.FleetError, match=r"--set train.lrr=1: unknown key `lrr` in train; did you mean `lr`\?"):
         gf.launch(config, set={"train.lrr": 1})
     with pytest.raises(

@@ -536,6 +536,19 @@ def test_a_trial_is_alive_as_long_as_its_process_whoever_started_it(config: Path
     wait_until(lambda: not other.alive)
 
 
+def test_a_launch_that_crashes_is_refused_and_one_that_was_killed_is_not(config: Path, monkeypatch: Any) -> None:
+    definition, folder = wanted(config, *GRID)
+    for end, kind in (("1 / 0", "refused"), ("os.kill(os.getpid(), 9)", "cut"), ("sys.exit(143)", "cut")):
+        crash = [sys.executable, "-c", f"import os, sys; {end}"]
+        monkeypatch.setattr("launcher.sweep.trial_run.own_process", lambda words, crash=crash: (crash, {}))
+        made = TrialRun(folder, definition, Trial(0, {}))
+        made.launch()
+        wait_until(lambda made=made: not made.alive)
+        ending = made.ending()
+        assert ending.kind == kind
+        assert kind == "cut" or "exit status 1: ZeroDivisionError: division by zero" in ending.cause
+
+
 def test_a_trial_is_launched_with_its_values_hosts_and_wait(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (config.parent / "own.py").write_text("")
     definition, folder = wanted(config, "nodes.*.env.LR=1,2", own=("python", "own.py", "--x"), wait=True)

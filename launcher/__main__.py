@@ -1,6 +1,7 @@
 """``python -m launcher``, or ``python …/launcher/__main__.py``, is the program ``gnnfleet``.
 
-It imports no file of the current folder. Our own processes name it by its path, as ``-m`` would run a launcher.py there.
+It imports no file of the current folder. Our own processes start it by its path, as ``-m`` would run a launcher.py
+there.
 """
 
 import os

@@ -9,6 +9,10 @@ from collections.abc import Iterable, Sequence
 
 MOST = 4096  #: maximum number of hosts in one range
 
+PORTS_FROM = 1024  #: a smaller number behind a host is a number of processes for most launchers
+
+SSH_PORT = 22
+
 _BRACKETS = re.compile(r"\[([^\[\]:]*)\]")
 
 _IPV6 = re.compile(r"\[[^\[\]]*:[^\[\]]*\]")

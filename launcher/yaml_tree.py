@@ -110,6 +110,9 @@ def read_tree(text: str, file: str, folder: Path, report: Report, *, line: int |
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
+        if line is not None and "#" in text[node.end_mark.index if node else 0 :]:  # a value has no room for a comment
+            words = "`#` begins a comment in YAML; put the text in quotes within those of the shell, as KEY='\"a #b\"'"
+            report(Problem(file, line, words))
         return None if node is None else _Builder(file, folder, report, line).build(node)
     except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         at, words = (loader.line + 1 if loader else 1), str(error)  # OverflowError: an escape beyond Unicode's range
@@ -231,6 +234,9 @@ _CLEAR_WORDS = {
     "expected ',' or '}'": "a section in { } without `,` or the closing `}`",
     "found unexpected end of stream": "a quote that is never closed",
     "but found another document": "a second document (`---`); one file holds one cluster",
+    "found character '@' that cannot start any token": "a text cannot begin with `@`; quote it",
+    "found character '`' that cannot start any token": "a text cannot begin with a backquote; quote it",
+    "found character '%' that cannot start any token": "a text cannot begin with `%`; quote it",
     "expected alphabetic or numeric character": "a `*` or `&` must be followed by a name; quote the text",
 }
 

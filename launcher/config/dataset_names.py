@@ -38,6 +38,11 @@ def misspelt(name: str) -> str:
     if near:
         variant = name[len(word) :][:100]
         return f"there is no dataset `{name[:100]}`; did you mean `{by_lower[near[0]]}{variant}`?"
+    if "/" in word or "." in word:
+        return (
+            f"there is no dataset `{name[:100]}`; a graph of your own is `dataset: file` with its path in `source`, "
+            "and --dataset takes a path that exists"
+        )
     if word[:1].isupper():  # as all classes of torch_geometric
         return ""
     return (

@@ -265,7 +265,8 @@ def _read_file(path: Path, report: Report) -> Section:
     if tree is None or isinstance(tree, Scalar) and tree.empty:
         raise ConfigError(found or [Problem(str(path), 1, "the file is empty; start from templates/cluster.yml")])
     if not isinstance(tree, Section):
-        raise ConfigError([Problem(str(path), tree.origin.line, "expected keys such as `nodes:` and `data:`")])
+        text = "expected keys such as `nodes:` and `data:`, or one host per line, as `gnn1` or `gnn1 slots=8`"
+        raise ConfigError([Problem(str(path), tree.origin.line, text)])
     for problem in found:
         report(problem)
     return Section(Origin(str(path), 1, tree.origin.folder), tree.items, tree.keys)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from launcher.config.schema import ClusterConfig, NodeConfig, settings
 from launcher.errors import Problem
-from launcher.hostlist import RangeError, expand, is_range
+from launcher.hostlist import PORTS_FROM, SSH_PORT, RangeError, expand, is_range
 from launcher.yaml_tree import (
     FLOAT,
     Origin,
@@ -155,6 +155,10 @@ class Reader:
         wrong = _wrong_range(host.text) if is_range(host.text) else ""
         if not match and not wrong:
             wrong = f"expected host, user@host or user@host:port, found `{shortened(host.text)}`"
+        if match and match["port"] and int(match["port"]) < PORTS_FROM and int(match["port"]) != SSH_PORT:
+            number = match["port"]
+            wrong = f"`{shortened(host.text)}` may mean an SSH port or {number} processes; write the host alone, "
+            wrong += f"and the key `port: {number}` or `procs: {number}`"
         if not match or wrong:
             self.origins[path] = host.origin
             self.report(path, f"{dotted(path)}.host: {wrong}")
@@ -213,7 +217,7 @@ class Reader:
     def _unknown(self, name: str, cls: type, at: Origin, path: KeyPath) -> None:
         place = f"in {dotted(path)}" if path else "at the top level"
         known = [item.name for item in settings(cls)] + ([] if path else ["defaults"])
-        near = difflib.get_close_matches(name, known, 1)
+        near = difflib.get_close_matches(name.lower(), known, 1)
         others = {where: section for where, section in sections().items() if section is not cls}
         elsewhere = [where for where, section in others.items() if any(item.name == name for item in settings(section))]
         elsewhere = [where for where in elsewhere if not where.startswith("train.")]  # few users mean these
@@ -260,7 +264,7 @@ class Reader:
             return (tree.text,)
         if isinstance(tree, Scalar) and get_origin(kind) is Literal and not tree.empty:
             return (_choice(get_args(kind), tree),)
-        from_shell = isinstance(tree, Scalar) and tree.tag == "int" and not tree.origin.line
+        from_shell = isinstance(tree, Scalar) and bool(_INT.fullmatch(tree.text)) and not tree.origin.line
         if isinstance(tree, Scalar) and kind in (int, int | str) and ("," in tree.text or from_shell):
             tree = YamlSequence(
                 tree.origin, tuple(Scalar(tree.origin, word.strip(), "") for word in tree.text.split(","))
@@ -295,17 +299,17 @@ def has_keys(kind: Any) -> bool:
 def short_form(kind: Any, tree: Tree) -> Tree:
     """Return the section or mapping of type ``kind`` for which a value is short; other values as they are.
 
-    A value of the first key, as ``{patience: 3}`` for ``3``; that of a mapping without a class of its own is ``name``.
+    A value of the first key, as ``{patience: 3}`` for ``3``; that of a mapping to values of any type is ``name``.
     For a mapping of options by name, a name or a list of names, as ``{wandb: {}}`` for ``[wandb]``.
     """
     if get_origin(kind) is Mapping and get_origin(get_args(kind)[1]) is Mapping:
         names = tree.items if isinstance(tree, YamlSequence) else (tree,) if isinstance(tree, Scalar) else ()
         given = [name for name in names if isinstance(name, Scalar) and not name.empty]
         texts = {name.text: Section(name.origin, {}, {}) for name in given}
-        if not texts or len(texts) < len(names):
+        if isinstance(tree, Section) or len(texts) < len(names):
             return tree
         return Section(tree.origin, texts, dict.fromkeys(texts, tree.origin))
-    if not isinstance(tree, Scalar) or tree.empty:
+    if not isinstance(tree, Scalar) or tree.empty or get_origin(kind) is Mapping and get_args(kind)[1] is not Any:
         return tree
     name = settings(kind)[0].name if isinstance(kind, type) and is_dataclass(kind) else "name"
     return Section(tree.origin, {name: tree}, {name: tree.origin})
@@ -421,7 +425,7 @@ def _choice(choices: Iterable[str], tree: Tree) -> str:
     text = tree.text if isinstance(tree, Scalar) and not tree.empty else None
     if text in valid:
         return str(text)
-    near = difflib.get_close_matches(text or "", valid, 1)
+    near = difflib.get_close_matches((text or "").lower(), valid, 1)
     hint = f"; did you mean `{near[0]}`?" if near else ""
     raise _Wrong(f"expected one of {', '.join(valid)}, found {describe(tree)}{hint}")
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from launcher.files import CODE_ROOT
 
+#: Functions that import the module of a name, which is examined if it is written out.
+_IMPORTS = ("importlib.import_module", "import_module", "__import__")
+
 _OUR_CODE = tuple(CODE_ROOT / name for name in ("gnnfleet", "launcher", "trainer"))  # sent, or not for scripts
 
 
@@ -91,6 +94,10 @@ def _imported(file: Path, folder: Path) -> Iterator[tuple[str, Path]]:
             yield from _files_of(base, folder)
             for alias in node.names:
                 yield from _files_of(f"{base}.{alias.name}", folder)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _IMPORTS and node.args:
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                yield from _files_of(name.value, folder)
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:

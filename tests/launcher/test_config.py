@@ -56,7 +56,7 @@ MISTAKES = {
     TWO + "---\n" + TWO: ["3: not valid YAML: a second document (`---`); one file holds one cluster (begun on line 1)"],
     "name: \x07\n": ["1: not valid YAML: the character '\\x07' is not allowed"],
     "": ["1: the file is empty; start from templates/cluster.yml"],
-    "- a\n": ["1: expected keys such as `nodes:` and `data:`"],
+    "- a\n": ["1: expected keys such as `nodes:` and `data:`, or one host per line, as `gnn1` or `gnn1 slots=8`"],
     "nodes: [{host: a, python: ''}]\nrun:\n  files: ['']\n": [
         "1: nodes.0.python: is empty; leave it out, or give a value",
         "1: missing section `data`: the graph, and where its parts are stored",
@@ -89,6 +89,27 @@ MISTAKES = {
     TWO + "run: {wire_rows: fp16}\ntrain: {precision: bf16}\n": [
         "3: run.wire_rows: expected one of stored, float16, int8, found the text `fp16`",
         "4: train.precision: expected one of float32, bfloat16, found the text `bf16`; did you mean `bfloat16`?",
+    ],
+    "nodes: [gnn1:8]\ndata: {dataset: synthetic}\n": [
+        "1: nodes.0.host: `gnn1:8` may mean an SSH port or 8 processes; write the host alone, and the key `port: 8` or "
+        "`procs: 8`"
+    ],
+    "nodes: [a]\ndata: {dataset: ./graph.pt}\n": [
+        "2: data.dataset: there is no dataset `./graph.pt`; a graph of your own is `dataset: file` with its path in "
+        "`source`, and --dataset takes a path that exists"
+    ],
+    "nodes: [@a]\ndata: {dataset: synthetic}\n": ["1: not valid YAML: a text cannot begin with `@`; quote it"],
+    TWO + "train: {optimizer: adamw}\n": [
+        "3: train.optimizer: there is no optimizer of torch.optim 'adamw'; did you mean AdamW?"
+    ],
+    TWO + "train: {LR: 0.1, activation: ELU}\n": [
+        "3: unknown key `LR` in train; did you mean `lr`?",
+        "3: train.activation: expected one of relu, elu, found the text `ELU`; did you mean `elu`?",
+    ],
+    TWO + "train: {model: my.py}\n": ["3: train.model: my.py is a file without the name of a class; write my.py:CLASS"],
+    TWO + "train: {class_weights: [0, 0], category_dims: 8}\n": [
+        "3: train.category_dims: expected a section of keys, found `8`",
+        "3: train.class_weights: no class has a weight above 0, so nothing would be learned",
     ],
     "nodes: [a]\ndatas: {dataset: synthetic}\n": ["2: unknown key `datas` at the top level; did you mean `data`?"],
     "nodes: [a]\ndata:\n  mode: sync\n": [
@@ -527,12 +548,21 @@ def test_the_last_at_sign_separates_user_and_host(login: str, user: str, tmp_pat
     assert (listed.nodes[1].user, listed.nodes[1].host, listed.nodes[1].procs) == (user, "h1", 2)
 
 
+def test_values_of_options_need_no_list(load: Load) -> None:
+    assert load(TWO, [("train.fanouts", "-1")]).train.fanouts == (-1,)
+    assert load(TWO, ["train.track=[]"]).train.track == {}
+    assert load(TWO, ['run.runs_dir="/data/runs #2"']).run.runs_dir == "/data/runs #2"
+
+
 def test_mistakes_in_overrides_name_the_override(load: Load) -> None:
-    sets = ["train.lrr=1", "train.epochs=x", "nodes.2.procs=2", "nodes", "train.lr.x=1", "name={"]
+    sets = ["train.lrr=1", "train.epochs=x", "nodes.2.procs=2", "nodes", "train.lr.x=1"]
+    sets += ["run.runs_dir=/data/runs #2", "name={"]
     assert problems(load, TWO + "train: {lr: 0.1}\n", sets) == [
         "--set nodes.2.procs=2: nodes has entries 0 to 1, but no `2`",
         "--set nodes: expected key=value, for instance train.lr=0.01 or nodes.0.procs=2",
         "--set train.lr.x=1: train.lr is `0.1`, which has no keys",
+        "--set run.runs_dir=/data/runs #2: `#` begins a comment in YAML; put the text in quotes within those of the "
+        "shell, as KEY='\"a #b\"'",
         "--set name={: not valid YAML: a value is missing here",
         "--set train.lrr=1: unknown key `lrr` in train; did you mean `lr`?",
         "--set train.epochs=x: train.epochs: expected a whole number, found the text `x`",

@@ -140,6 +140,7 @@ def test_lines_of_the_migration_guide(content: str, becomes: str, tmp_path: Path
     assert nodes[0].port == (2222 if "SSH port" in becomes else None)
 
 
+NO_LIST = "hosts:1: expected keys such as `nodes:` and `data:`, or one host per line, as `gnn1` or `gnn1 slots=8`"
 AMBIGUOUS = {  # hostfile → the end of its only message
     "a slots=2\nb lots=8\n": "hosts:2: unknown word `lots`; did you mean `b slots=8`?",
     "a np=8\n": "hosts:1: unknown word `np`; did you mean `a slots=8`?",
@@ -153,7 +154,12 @@ AMBIGUOUS = {  # hostfile → the end of its only message
     "a:8 slots=4\n": "hosts:1: `a:8` and slots=4 are two numbers of processes; write `a slots=4`",
     "gnn1:22\ngnn2:22\n": "write `gnn2 slots=22`, for the port `gnn2`",
     "a:8\nb:2222\n": "and the file has both; write `host slots=N`, and ports into ~/.ssh/config",
-    "10.0.0.1 gnn1 gnn1.lab\n": "hosts:1: expected keys such as `nodes:` and `data:`",  # /etc/hosts
+    "10.0.0.1 gnn1 gnn1.lab\n": NO_LIST,  # /etc/hosts
+    "gnn1 slots:8\n": NO_LIST,
+    "n1 slots=8 gpus=4\n": "only slots and max_slots are read; leave it out, or write a cluster.yml (gnnfleet import)",
+    "- n1:8\n": "`n1:8` may mean an SSH port or 8 processes; write the host alone, and the key `port: 8` or `procs: 8`",
+    "n1*4\n": "hosts:1: nodes.0.host: expected a host name or address, found 'n1*4'",
+    "n1 // all\n": "hosts:1: nodes.1.host: expected a host name or address, found '//'",
     "n1 4\nn2 4\n": "hosts:2: `n2 4`: 4 is no port of a DGL server; for 4 processes write `n2 slots=4`",
 }
 

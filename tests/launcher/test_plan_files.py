@@ -164,7 +164,7 @@ TREE = {
         def later():
             import lazy
     """,
-    "util.py": "import deep.er",
+    "util.py": "import importlib\nimportlib.import_module('deep.er')\nimportlib.import_module(name := 'x')",
     "lazy.py": "",
     "types_only.py": "",
     "lib/__init__.py": "",

@@ -220,6 +220,10 @@ def test_dropout_of_features_and_attention(model: str, more: dict[str, Any], par
         ({"label_smoothing": 0.1, "task": "regression"}, "label_smoothing: is for task classification, not regression"),
         ({"schedule": "plateau", "eval_every": 0}, "schedule: needs evaluations on val, but eval_every is 0"),
         ({"attention_dropout": 0.5}, "attention_dropout: model sage does not read it; use gat"),
+        ({"lr": float("inf")}, "lr is inf; it must be finite"),
+        ({"schedule": "cosin"}, "schedule.name is 'cosin': Invalid enum value 'cosin'; there are constant"),
+        ({"schedule": {"warmup_steps": 3}}, "schedule: its name is missing"),
+        ({"start": {"checkpoint": "x", "modules": "a"}}, "start.modules is 'a': Expected `array`"),
         ({"early_stop": 3, "eval_every": 0}, "early_stop: needs evaluations on val, but eval_every is 0"),
     ],
 )  # fmt: skip
@@ -233,9 +237,9 @@ def test_settings_that_do_not_fit_the_task_are_refused(
 @pytest.mark.parametrize(
     "value,message",
     [
-        ({}, "early_stop: Object missing required field `patience`"),
+        ({}, "early_stop: its patience is missing"),
         ({"patience": 3, "metrik": "loss"}, "early_stop has no key 'metrik'; its keys are patience, metric, min_delta"),
-        ("soon", "early_stop: Expected `int`, got `str` - at `$.patience`"),
+        ("soon", "early_stop.patience is 'soon': Expected `int`, got `str`"),
         (0, "early_stop.patience is 0; it must be at least 1"),
     ],
 )

@@ -272,7 +272,7 @@ class TrainConfig:
         None,
         form=WORD,
     )
-    category_dims: Mapping[str, Any] | None = setting(
+    category_dims: Mapping[str, int] | None = setting(
         "Width of the embeddings of columns of categories, by name, as `{region: 8, customer.plan: 0, "
         "user__rates__item.channel: 4}`; 0: the column is not read. Default: half the number of categories, rounded "
         "up, at most 50.",
@@ -456,6 +456,8 @@ def _of_model(train: TrainConfig) -> Iterator[Problem]:
         text = f"{_unknown('model', model, MODELS)} (or a class: FILE.py:CLASS, PACKAGE.CLASS)"
         yield Problem(("model",), text)
         return
+    if model.endswith(".py"):
+        yield Problem(("model",), f"{model} is a file without the name of a class; write {model}:CLASS")
     if train.model_args and not own:
         yield Problem(("model_args",), f"{model} is a bundled model, which takes no further arguments; leave them out")
     for name, dim in (train.category_dims or {}).items():
@@ -533,6 +535,8 @@ def _of_task(train: TrainConfig) -> Iterator[Problem]:
     for name, given in (("class_weights", train.class_weights), ("label_smoothing", train.label_smoothing)):
         if given and train.task not in ("auto", "classification"):
             yield Problem((name,), f"is for task classification, not {train.task}", ("task",))
+    if isinstance(train.class_weights, tuple) and not any(train.class_weights):
+        yield Problem(("class_weights",), "no class has a weight above 0, so nothing would be learned")
     if train.hide and train.task != "auto" and not train.task.startswith("edge-"):
         yield Problem(("hide",), f"is for labels of edges, not for task {train.task}", ("task",))
     for name in train.metrics:
@@ -649,6 +653,7 @@ def _keys_of_others(section: str, name: str, keys: Mapping[str, str], given: Any
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name[:40], known, 1)
-    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    by_lower = {one.lower(): one for one in known}
+    near = difflib.get_close_matches(name[:40].lower(), by_lower, 1)
+    hint = f"did you mean {by_lower[near[0]]}?" if near else f"there are {', '.join(known)}"
     return f"there is no {what} {reprlib.repr(name)}; {hint}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import operator
 import re
 import types
@@ -127,8 +128,10 @@ def _with_keys(name: str, kind: Any, value: Any) -> Any:
     if kind is Mapping:
         if isinstance(value, Mapping):
             return value
-        if name in ("optimizer", "track"):
-            return {"name": value} if name == "optimizer" else {value: {}}
+        if name == "track":
+            return {str(tracker): {} for tracker in (value if isinstance(value, list | tuple) else [value])}
+        if name == "optimizer":
+            return {"name": value}
         raise SettingsError(f"{name} is {value!r}; it must be keys with values")
     if isinstance(value, kind):
         return value
@@ -136,27 +139,35 @@ def _with_keys(name: str, kind: Any, value: Any) -> Any:
     keys = value if isinstance(value, Mapping) else {known[0]: value}
     if unknown := sorted(keys.keys() - set(known)):
         raise SettingsError(f"{name} has no key {unknown[0]!r}; its keys are {', '.join(known)}")
+    hints, converted = typing.get_type_hints(kind), {}
+    for key, given in keys.items():
+        try:
+            converted[key] = msgspec.convert(given, hints[key], strict=False)
+        except msgspec.ValidationError as error:
+            words = [*typing.get_args(hints[key])] if typing.get_origin(hints[key]) is Literal else []
+            known_words = f"; there are {', '.join(words)}" if words else ""
+            raise SettingsError(f"{name}.{key} is {given!r}: {error}{known_words}") from None
     try:
-        made = msgspec.convert(dict(keys), kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{name}: {error}") from None
+        made = kind(**converted)
+    except TypeError:  # the first key is the only one without a default
+        raise SettingsError(f"{name}: its {known[0]} is missing") from None
     if problems := [*_beyond_limits(made)]:
         raise SettingsError("\n".join(f"{name}.{problem}" for problem in problems))
     return made
 
 
 class _Keyed(click.ParamType):
-    """Value of an option with keys of its own: a JSON object, or the value of its first key."""
+    """Value of an option with keys of its own: a JSON object, a JSON list of names, or the value of its first key."""
 
     name = "json"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        if not isinstance(value, str) or not value.lstrip().startswith(("{", "[")):
             return value
         try:
             return json.loads(value)
         except ValueError as error:
-            self.fail(f"{value!r} is no JSON object: {error}", param, ctx)
+            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
 
 
 class _NumberOrWord(click.ParamType):
@@ -209,6 +220,8 @@ def _option(entry: Field[Any], hint: Any) -> Callable[[F], F]:
         if is_dataclass(keyed):
             keys = " ".join(f"{key.name}: {key.metadata['help']}" for key in fields(keyed))
             help = re.sub(r"`(?:train\.)?([^`]*)`", r"\1", f"{help} Keys, in JSON: {keys}")
+        else:
+            help += " In JSON."
         return click.option(flag, type=_Keyed(), help=help)
     if hint is bool:
         return click.option(f"{flag}/--no-{flag[2:]}", default=entry.default, help=help, show_default=True)
@@ -240,6 +253,8 @@ def _click_type(hint: Any) -> click.ParamType:
 def _beyond_limits(settings: Any) -> Iterator[str]:
     for entry in fields(settings):
         value = getattr(settings, entry.name)
+        if isinstance(value, float) and math.isinf(value) and "below" not in entry.metadata["limits"]:
+            yield f"{entry.name} is {value}; it must be finite"
         for name, limit in entry.metadata["limits"].items():
             words, holds = _LIMITS[name]
             for number in value if isinstance(value, tuple) else (value,):

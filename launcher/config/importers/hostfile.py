@@ -20,7 +20,7 @@ from launcher.config.importers.base import (
 )
 from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem
-from launcher.hostlist import split_list
+from launcher.hostlist import PORTS_FROM, SSH_PORT, split_list
 from launcher.yaml_tree import Origin, Section, Tree
 
 _IPV6 = r"(?=[^\s:\]]*:[^\s:\]]*:)[0-9a-fA-F:.]+(?:%\w+)?"
@@ -40,10 +40,6 @@ _SGE = re.compile(rf"({HOST})\s+(\d+)\s+\S+\s+(?!\d+$)\S+")  # host 8 all.q@host
 _PAIRS = re.compile(rf"(?:(?:{HOST})\s+\d+\s+)+(?:{HOST})\s+\d+")  # host 8 host2 4
 
 _EXEC_HOST = re.compile(r"[^\s:/+*,=]+/\d+(?:\*\d+)?(?:\+[^\s:/+*,=]+/\d+(?:\*\d+)?)*")  # host/0*8+host2/0*4
-
-_PORTS_FROM = 1024  # a smaller number behind a host is a number of processes
-
-_SSH_PORT = 22
 
 _MOST_SLOTS = ("max_slots", "max-slots", "slots_max")
 
@@ -92,6 +88,7 @@ def host_lines(source: Source, comment: str = "#") -> list[tuple[int, str]]:
 def _is_host_words(words: Sequence[str]) -> bool:
     """Whether words of one line are hosts, and not the address and names of one host, as in /etc/hosts."""
     hosts = [word for word in words if re.fullmatch(HOST, word) and not word.isdecimal() and word[0] != "-"]
+    hosts = [word for word in hosts if word.partition(":")[0] not in _WORDS]  # ``gnn1 slots:8``
     return len(hosts) == len(words) and len({bool(re.fullmatch(rf"[0-9.]+|{_IPV6}", word)) for word in words}) == 1
 
 
@@ -118,14 +115,14 @@ def read_ip_list(source: Source, flags: Flags) -> Foreign:
         ports = ports or port is not None
         nodes.append((origin, host))
         after = None if of_pyg else _COUNTED.fullmatch(host)
-        if port and not of_pyg and int(port) < _PORTS_FROM:
+        if port and not of_pyg and int(port) < PORTS_FROM:
             wrong = f"`{words}`: {port} is no port of a DGL server; for {port} processes write `{host} slots={port}`"
             problems.append(Problem(source.name, line, wrong))
-        elif after and int(after[2]) in (0, _SSH_PORT):
+        elif after and int(after[2]) in (0, SSH_PORT):
             wrong = f"`{words}` is a number of processes for MPICH, and an SSH port elsewhere; for processes write "
             wrong += f"`{after[1]} slots={int(after[2]) or 1}`, for the port `{after[1]}`"
             problems.append(Problem(source.name, line, wrong))
-        elif after and int(after[2]) < _PORTS_FROM:
+        elif after and int(after[2]) < PORTS_FROM:
             counts.append((origin, after[1], int(after[2])))
         else:
             ssh_ports = ssh_ports or bool(after)
@@ -133,7 +130,7 @@ def read_ip_list(source: Source, flags: Flags) -> Foreign:
     counted = any(count > 1 or host != name for (_, host, count), (_, name) in zip(counts, nodes, strict=False))
     if counted and ssh_ports:
         line = next(origin.line for origin, name in nodes if _COUNTED.fullmatch(name))
-        wrong = f"`host:N` is a number of processes below {_PORTS_FROM} and an SSH port above, and the file has both; "
+        wrong = f"`host:N` is a number of processes below {PORTS_FROM} and an SSH port above, and the file has both; "
         problems.append(Problem(source.name, line, f"{wrong}write `host slots=N`, and ports into ~/.ssh/config"))
     if problems:
         raise ConfigError(problems)
@@ -175,12 +172,16 @@ def read_hostfile(source: Source) -> Foreign:
         elif not match or not all(_is_count(settings.get(name, "1")) for name in ("slots", *_MOST_SLOTS)):
             wrong = f"expected `host slots=4`, found `{words}`"
         elif unknown is not None:
-            near = (difflib.get_close_matches(unknown, _WORDS, 1) or ["slots"])[0]
-            wrong = f"unknown word `{unknown}`; did you mean `{match[1]} {near}={settings[unknown]}`?"
+            near = difflib.get_close_matches(unknown.lower(), _WORDS, 1) or [] if slots else ["slots"]
+            wrong = f"unknown word `{unknown}`; "
+            if near and _is_count(settings[unknown]):
+                wrong += f"did you mean `{match[1]} {near[0]}={settings[unknown]}`?"
+            else:
+                wrong += "only slots and max_slots are read; leave it out, or write a cluster.yml (gnnfleet import)"
         elif slots is None:
             number_of = f"{most} slots or fewer" if most else "one slot, or one per core"
             wrong = f"`{words}` may mean {number_of}; write `{match[1]} slots={most or 1}`"
-        elif after and int(after[2]) < _PORTS_FROM:
+        elif after and int(after[2]) < PORTS_FROM:
             wrong = f"`{after[0]}` and slots={slots} are two numbers of processes; write `{after[1]} slots={slots}`"
         elif int(most or slots) < int(slots):
             wrong = f"slots={slots} is more than {most}, the maximum on this line"

@@ -626,6 +626,77 @@ def test_every_column_is_in_the_draft(tmp_path: Path) -> None:
     assert sum(map(len, graph.nodes["node"].splits.values())) == 26
 
 
+@pytest.mark.parametrize("values", [("1.0", "0.0"), ("True", "False"), ("yes", "no")])
+def test_two_values_and_empty_cells_are_the_label(tmp_path: Path, values: tuple[str, str]) -> None:
+    cells = [("", *values)[k % 3] for k in range(30)]
+    write(customers(tmp_path), members__csv="id,paid\n" + "".join(f"m{k},{cell}\n" for k, cell in enumerate(cells)))
+    drafted = draft_tables(tmp_path)
+    assert drafted["nodes"]["member"]["label"] == "paid"
+    assert "and empty in 33% of the rows: taken as the label" in drafted["comments"]["nodes"]["member"][0]
+
+
+def test_columns_that_tell_the_label_are_left_out_of_the_draft(tmp_path: Path) -> None:
+    lines = ["id,label,word,score,late,age,city,y,v\n"]
+    for k in range(60):
+        left = k % 2
+        word, late, score = "left" if left else "here", k if left else "", left * 100 + k
+        lines.append(f"m{k},{left},{word},{score},{late},{20 + k * 7 % 31},{'abc'[k % 3]},,\n")
+    write(customers(tmp_path), members__csv="".join(lines))
+    drafted = draft_tables(tmp_path)
+    member, notes = drafted["nodes"]["member"], " | ".join(drafted["comments"]["nodes"]["member"])
+    assert (member["features"], member["one_hot"]) == (["age"], ["city"])
+    assert "word is not used: a leak? it tells label in 60 of 60 rows; if it is known beforehand" in notes
+    assert "score is not used: a leak? it tells label: sorted by it, the labels are, too" in notes
+    assert "late is not used: a leak? it tells label: where it is not empty, label is the same" in notes
+
+
+def test_columns_that_a_drafted_table_could_not_be_read_with_are_left_out(tmp_path: Path) -> None:
+    lines = [
+        f'{k},m{k},{k},{k},{"" if k % 9 else "2024-01-01"},{"inf" if k == 3 else k},"{k % 3},5"\n' for k in range(20)
+    ]
+    write(customers(tmp_path), members__csv=",id,v,V,at,size,price\n" + "".join(lines))
+    drafted = draft_tables(tmp_path)
+    assert drafted["nodes"]["member"] == {"files": "members.csv", "id": "id"}
+    notes = " | ".join(drafted["comments"]["nodes"]["member"])
+    for text in (
+        "column0 is not used: it numbers the rows, as the index that pandas writes",
+        "v is not used: two columns have this name",
+        "v_1 is not used: two columns have this name",
+        "at is not used: it is empty in 85% of the rows, and a time must be in all",
+        "size is not used: it has infinite values",
+        "price is not used: its values, such as '2,5', are neither numbers as 1234.5 nor times as 2024-05-17",
+    ):
+        assert text in notes
+    load(tmp_path, {name: drafted[name] for name in ("nodes", "edges")}, tmp_path / "work")
+
+
+def test_keys_with_a_point_are_keys_in_the_draft(tmp_path: Path) -> None:
+    owned = "".join(f"{100 + k},{'' if k % 9 == 0 else f'{k % 20 + 1}.0'}\n" for k in range(40))
+    write(tmp_path, users__csv="uid,age\n" + "".join(f"{k},{k * 3}\n" for k in range(1, 21)))
+    write(tmp_path, carts__csv="cart_id,uid\n" + owned)
+    drafted = draft_tables(tmp_path)
+    assert drafted["edges"] == {
+        "user__has__cart": {"files": "carts.csv", "source": "uid", "target": "cart_id", "dangling": "drop"}
+    }
+    assert drafted["comments"]["edges"]["user__has__cart"] == ["dangling: uid is empty in 5 rows: no edges"]
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_an_encoding_is_guessed_in_the_draft_and_nothing_is_left_in_the_folder(tmp_path: Path, encoding: str) -> None:
+    text = "id,town\n" + "".join(
+        f"m{k},{('Köln', 'Łódź' if encoding == 'utf-16' else 'Wien')[k % 2]}\n" for k in range(9)
+    )
+    write(customers(tmp_path), members__csv=text.encode(encoding))
+    drafted = draft_tables(tmp_path)
+    assert drafted["nodes"]["member"]["encoding"] == encoding
+    assert f"encoding: the file is not in UTF-8; {encoding} is a guess" in drafted["comments"]["nodes"]["member"]
+    load(tmp_path, {name: drafted[name] for name in ("nodes", "edges")}, tmp_path / "work")
+    write(tmp_path, members__csv="id,town\nm1,a,b\n")
+    with pytest.raises(DataError, match=r"^members\.csv: .*members\.csv, line 2: has more values than the header"):
+        draft_tables(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"customers.csv", "friends.csv", "members.csv", "work"}
+
+
 def test_a_repeated_or_missing_id_is_named_with_its_rows(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"customers\.csv: customer 'c3' is in row 4 and row 41; an id must be in one"):
         draft_tables(customers(tmp_path, "c3,1,x,0,0,,2024-01-01,2024-01-01,1,y\n"))

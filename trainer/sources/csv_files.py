@@ -133,6 +133,33 @@ def check_magic(path: Path) -> None:
         raise DataError(f"{path} is {found}")
 
 
+def guessed_encoding(path: Path) -> str | None:
+    """Return an encoding in which a CSV file can be read; None for UTF-8, and for damaged and .zst files."""
+    if path.suffix.lower() == ".zst":
+        return None
+    opened = gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb")
+    wrong: set[str] = set()
+    decoders = {name: codecs.getincrementaldecoder(name)() for name in ("utf-8", "cp1252")}
+    with opened as source:
+        try:
+            head = source.read(2)
+            if head in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                return "utf-16"
+            if 0 in head:
+                return f"utf-16-{'le' if head[0] else 'be'}"
+            chunk = head
+            while chunk and wrong < decoders.keys():
+                for name in decoders.keys() - wrong:
+                    try:
+                        decoders[name].decode(chunk)
+                    except UnicodeDecodeError:
+                        wrong.add(name)
+                chunk = source.read(1 << 20)
+        except (gzip.BadGzipFile, EOFError, zlib.error):
+            return None
+    return None if "utf-8" not in wrong else "latin-1" if "cp1252" in wrong else "cp1252"
+
+
 def check_zst(path: Path) -> None:
     """Raise ``DataError`` if a .zst file is cut off: DuckDB would read the rows that are there without an error.
 

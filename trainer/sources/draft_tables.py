@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from trainer.core.errors import DataError
-from trainer.sources.table_columns import as_double, is_number_type, list_type, time_sql
+from trainer.sources.csv_files import guessed_encoding
+from trainer.sources.table_columns import as_double, as_text, is_number_type, list_type, time_sql
 from trainer.sources.table_database import ROW_NUMBER, Database, Scan, quoted
-from trainer.sources.table_files import holds_tables, table_files
-from trainer.sources.table_options import EdgeTable, Table
+from trainer.sources.table_files import holds_tables, is_parquet, table_files
+from trainer.sources.table_options import LARGEST, EdgeTable, Table
 
 _LABELS = ("label", "labels", "y", "class", "target")
 
@@ -28,7 +29,9 @@ _MOST_ONE_HOT = 64  #: most texts of a column that is drafted as 0/1 columns
 
 _MOST_CATEGORIES = 10_000  #: most texts of a column of nodes that is drafted as categories
 
-_BINARY = {"0", "1", "0.0", "1.0", "false", "true"}
+_BINARY = ({"0", "1", "0.0", "1.0", "false", "true"}, {"no", "yes"}, {"n", "y"}, {"f", "t"})  #: lower case
+
+_FEW_LABELS = 5  #: rows of other labels than the most frequent one from which on leaks are looked for
 
 _MOST_CLASSES = 50  #: most values of a column that is drafted as the label without being called so
 
@@ -45,6 +48,11 @@ _ID_NAME = re.compile(
     r"|[a-z](Id|ID)$|id$",
     re.ASCII,
 )
+
+#: numbers with commas, separators of thousands or a percent sign; dates
+_OTHER_FORM = re.compile(r"[-+]?(\d{1,3}([.,' ]\d{3})+|\d+)([.,]\d+)?( ?%)?|\d\d?[./]\d\d?[./]\d{2,4}\b.*")
+
+_INDEX = re.compile(r"column0|Unnamed: 0|index|__index_level_0__")  #: columns that pandas makes of a table's index
 
 _NO_TYPE = re.compile(r"|s|t|u|v|source|target|src|dst|from|to|head|tail|column\d+")  #: columns that name no type
 
@@ -102,6 +110,10 @@ class _Column:
         return self.kind == "time" or (self.whole and (name in _TIMES or seconds))
 
     @property
+    def is_too_large(self) -> bool:
+        return self.kind == "number" and not max(-self.low, self.high) <= LARGEST
+
+    @property
     def missing(self) -> str:
         """Share of rows without a value, in words; '' if there are none."""
         share = 1 - self.present / max(self.rows, 1)
@@ -109,13 +121,18 @@ class _Column:
 
     @property
     def is_binary(self) -> bool:
-        return self.kind == "number" and self.whole and self.distinct == 2 and set(self.texts or ()) <= _BINARY
+        return self.distinct == 2 and any({text.lower() for text in self.texts or ("",)} <= words for words in _BINARY)
 
     @property
     def is_class(self) -> bool:
         """Whether its values can be classes: few texts, or few integers from 0."""
         few = self.texts is not None and 2 <= len(self.texts) <= _MOST_CLASSES
         return few and (self.kind == "text" or (self.whole and self.low >= 0 and self.high < _MOST_CLASSES))
+
+    @property
+    def is_written_otherwise(self) -> bool:
+        """Whether all values are numbers or dates that are not read, such as ``1,5``, ``5 %`` and ``17.05.2024``."""
+        return self.kind == "text" and bool(self.texts) and all(map(_OTHER_FORM.fullmatch, self.texts or ()))
 
     @property
     def mostly_numbers(self) -> bool:
@@ -125,10 +142,18 @@ class _Column:
         """Return why the draft does not use the column, and what can be done."""
         if self.kind == "empty":
             return "it is empty"
+        if self.kind == "twice":
+            return "two columns have this name; rename one of them"
+        if self.kind == "index":
+            return "it numbers the rows, as the index that pandas writes"
         if self.kind == "other":
             return f"values of type {self.type} are neither numbers, texts nor times"
+        if self.kind == "time" and self.missing:
+            return f"it is empty in {self.missing} of the rows, and a time must be in all"
         if self.kind == "time":
             return "another column is the time; attributes takes it as a further number if it is one"
+        if self.is_too_large:
+            return "it has infinite values, or larger ones than float32"
         if self.kind == "number":
             return "it looks like a key of another table; if it is a quantity, list it under features"
         if self.mostly_numbers:
@@ -137,6 +162,11 @@ class _Column:
             return (
                 f"{self.present - self.numbers:,} of its {self.present:,} values are not numbers{shown}; empty these "
                 "cells, and list the column under features, with fill"
+            )
+        if self.is_written_otherwise:
+            return (
+                f"its values, such as {(self.texts or ('',))[-1]!r}, are neither numbers as 1234.5 nor times as "
+                "2024-05-17; write them so, or list it under one_hot or categories"
             )
         if self.distinct == self.present:
             return "it has another text in each row, as names have"
@@ -166,15 +196,17 @@ class _Found:
         """Keys of the drafted table that say what its files are."""
         options = self.scan.options
         more = {key: getattr(options, key, ()) for key in ("val_files", "test_files", "columns")}
-        return {"files": self.file} | {
-            key: list(value) if key == "columns" else value[0] for key, value in more.items() if value
-        }
+        return (
+            {"files": self.file}
+            | {key: list(value) if key == "columns" else value[0] for key, value in more.items() if value}
+            | ({"encoding": options.encoding} if options.encoding else {})
+        )
 
     @property
     def type_name(self) -> str:
         """Name of a type, made from the file name without suffix: lower case, with letters, digits and ``_`` only."""
         stem = _stem(self.file)
-        if len(self.keys.keys() - {"columns"}) > 1 and (match := _SPLIT_FILE.fullmatch(stem)):
+        if len(self.keys.keys() - {"columns", "encoding"}) > 1 and (match := _SPLIT_FILE.fullmatch(stem)):
             stem = f"{match[1]} {match[5]}".strip() or "interacts"
         return re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_").lower() or "table"
 
@@ -235,10 +267,13 @@ def _found(database: Database, folder: Path) -> list[_Found]:
             continue
         if not holds_tables(path) or any(path.glob("*/launch.json")):  # runs from here
             continue
-        scan = Scan(database, table_files(Table((path.name,)), folder, str(path)), str(path))
+        paths = table_files(Table((path.name,)), folder, path.name)
+        found_in = {guessed_encoding(file) for file in paths if not is_parquet(file)} - {None}
+        options = Table((path.name,), encoding=min(found_in, key=str) if found_in else None)
+        scan = Scan(database, paths, path.name, options)
         if scan.without_header is not None:
             names = tuple(f"column{k + 1}" for k in range(len(scan.types)))
-            scan = Scan(database, scan.files, str(path), Table((path.name,), columns=names))
+            scan = Scan(database, paths, path.name, replace(options, columns=names))
         match = _SPLIT_FILE.fullmatch(_stem(path.name))
         kind = next((k for k in ("files", "val_files", "test_files") if match and match[_KIND[k]]), "")
         key = (match[1], match[5], path.suffix, tuple(scan.types)) if match and kind else path.name
@@ -249,8 +284,9 @@ def _found(database: Database, folder: Path) -> list[_Found]:
     for group in groups.values():
         if "files" in group and len(group) > 1:
             files = {kind: (group[kind][0],) for kind in ("files", "val_files", "test_files") if kind in group}
-            table = EdgeTable(**files, columns=group["files"][1].options.columns)  # type: ignore[arg-type]
-            where = str(folder / ", ".join(name for (name,) in files.values()))
+            first = group["files"][1].options
+            table = EdgeTable(**files, columns=first.columns, encoding=first.encoding)  # type: ignore[arg-type]
+            where = ", ".join(name for (name,) in files.values())
             whole = _look(Scan(database, table_files(table, folder, where), where, table), files["files"][0])
             if whole.id is None or len(_pair(whole, {})) == 2:
                 found.append(whole)
@@ -264,7 +300,16 @@ _KIND = {"files": 2, "val_files": 3, "test_files": 4}  #: key of a table -> grou
 
 def _look(scan: Scan, file: str) -> _Found:
     (rows,) = scan.database.rows(f"SELECT count(*) FROM {scan.sql}", scan.where)[0]
-    return _Found(scan, file, rows, [_column(scan, name, of, rows) for name, of in scan.types.items()])
+    twice = scan.repeated_columns
+    columns = [
+        _Column(name, "twice") if name in twice else _column(scan, name, of, rows) for name, of in scan.types.items()
+    ]
+    first, rest = columns[0], columns[1:]
+    numbered = first.unique and first.whole and (first.low, first.high) == (0, rows - 1)
+    named = sum(_ID_NAME.search(one.name) is not None for one in rest)
+    if _INDEX.fullmatch(first.name) and numbered and (named > 1 or any(one.unique and _may_be_id(one) for one in rest)):
+        columns[0] = _Column(first.name, "index")
+    return _Found(scan, file, rows, columns)
 
 
 def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
@@ -272,7 +317,10 @@ def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
         return _Column(name, "list" if is_number_type(list_type(of) or "") else "other", of)
     if not is_number_type(of) and of != "VARCHAR" and of != "DATE" and not of.startswith("TIMESTAMP"):
         return _Column(name, "text" if of == "UUID" else "other", of, unique=of == "UUID")
-    number, column = as_double(name, of) if of != "DATE" and not of.startswith("TIMESTAMP") else "NULL", quoted(name)
+    column = quoted(name)
+    column = f"CASE WHEN NOT isnan({column}) THEN {column} END" if of in ("FLOAT", "DOUBLE") else column
+    number = as_double(name, of) if of != "DATE" and not of.startswith("TIMESTAMP") else "NULL"
+    number = f"CASE WHEN NOT isnan({number}) THEN {number} END"
     moment = f"TRY_CAST({column} AS TIMESTAMP)" if not is_number_type(of) else "NULL"
     present, numbers, whole, moments, distinct, low, high = scan.database.rows(
         f"SELECT count({column}), count({number}), count(*) FILTER (WHERE {number} = floor({number})), "
@@ -283,7 +331,7 @@ def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
     kind = "number" if numbers == present else "time" if moments == present else "text"
     texts = None
     if distinct <= _FEW:
-        sql = f"SELECT DISTINCT CAST({column} AS VARCHAR) AS v FROM {scan.sql} WHERE v IS NOT NULL ORDER BY v"
+        sql = f"SELECT DISTINCT CAST({column} AS VARCHAR) AS gf_v FROM {scan.sql} WHERE gf_v IS NOT NULL ORDER BY gf_v"
         texts = tuple(str(row[0]) for row in scan.database.rows(sql, scan.where))
     return _Column(
         name, kind if present else "empty", of, kind == "number" and whole == present, distinct == present == rows > 0,
@@ -354,7 +402,7 @@ def _dangling(table: _Found, ends: _Keys) -> Drafted:
     notes = []
     for column, node in ends:
         assert node.id is not None
-        own, ids = (f"CAST({quoted(one.name)} AS VARCHAR)" for one in (column, node.id))
+        own, ids = (_key(quoted(one.name)) for one in (column, node.id))
         (unknown,) = table.scan.database.rows(
             f"SELECT count(*) FROM {table.scan.sql} WHERE {own} NOT IN (SELECT {ids} FROM {node.scan.sql})",
             table.scan.where,
@@ -569,7 +617,7 @@ def _task_table(
     rest = [one for one in table.columns if one not in (column, time, label, table.id)]
     split = next((one for one in rest if one.is_split), None)
     drafted["split"] = split.name if split else _split_at(table, time, label)
-    more, notes = _others(table, [one for one in rest if one is not split], True)
+    more, notes = _others(table, [one for one in rest if one is not split], True, None if targets else label)
     about = f"{table.file}: rows about {entity} nodes at a time, {what}: a task table; remove it if not"
     if isinstance(drafted["split"], dict) and "val_time" in drafted["split"]:
         notes.append("split: val begins after 70% of the labelled rows, test after 85%")
@@ -730,19 +778,22 @@ def _draft_of_pairs(found: list[_Found], pairs: _Pairs) -> dict[str, Any]:
         if not drafted:
             notes[:] = ["no table: its nodes are the different values of " + ", ".join(notes) + "; a guess"]
     used = {table.file for table, _ in pairs} | {of.table.file for _, ends in pairs for _, of in ends}
-    unused = {one.file: "it has no two columns of ids" for one in found if one.file not in used}
+    unused = {one.file: _why_no_id(one) or "it has no two columns of ids" for one in found if one.file not in used}
     return _drafted(nodes, edges, unused)
 
 
 def _why_no_id(table: _Found) -> str:
     """If a column before the table's id is nearly one, return why it is none; else ''."""
+    named = next((one.name for one in table.columns if one.kind == "twice"), None)
+    if named and table.id is None:
+        return f"two columns are called {named!r}; rename one of them"
     before = table.columns[: table.columns.index(table.id)] if table.id else table.columns
     column = next((one for one in before if _may_be_id(one) and one.distinct >= _NEARLY_UNIQUE * one.rows), None)
     if column is None:
         return ""
     name = quoted(column.name)
     if column.present < column.rows:
-        place = table.scan.first(column.name, f"{name} IS NULL")
+        place = table.scan.first(column.name, f"{as_text(column.name, column.type)} IS NULL")
         return f"{place}; an id must be in every row: fill it in, or remove the row"
     inner = f"SELECT row_number() OVER () - 1 AS gf_row, {name} AS v FROM {table.scan.sql}"
     rows = f"SELECT CAST(v AS VARCHAR), list(gf_row ORDER BY gf_row) FROM ({inner}) GROUP BY v"
@@ -780,10 +831,18 @@ def _likeness(column: _Column, node: _Found) -> int:
     return 2 * (name == key) + (node.node_type in name) + bool(ends)
 
 
+def _key(value: str) -> str:
+    """Return the SQL expression of an id as VARCHAR: ``12`` for 12.0, as pandas writes keys of which some are empty.
+
+    NULL for NaN.
+    """
+    return f"regexp_replace(nullif(CAST({value} AS VARCHAR), 'nan'), '^(-?[0-9]+)\\.0+$', '\\1')"
+
+
 def _contained(table: _Found, column: _Column, other: _Found, ids: _Column, share: float = 0.9) -> bool:
     """Return whether at least a share of a sample of a column's values are in a column of another table."""
     values = (f"unnest({quoted(one.name)})" if list_type(one.type) else quoted(one.name) for one in (column, ids))
-    own, others = (f"CAST({value} AS VARCHAR)" for value in values)
+    own, others = map(_key, values)
     some = f"SELECT DISTINCT v FROM (SELECT {own} AS v FROM {table.scan.sql} LIMIT {_SAMPLE}) WHERE v IS NOT NULL"
     count, inside = table.scan.database.rows(
         f"SELECT count(*), count(*) FILTER (WHERE v IN (SELECT {others} FROM {other.scan.sql})) FROM ({some})",
@@ -806,7 +865,13 @@ def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> Drafted:
         known = [one for one in rest if one.is_binary and one.missing]
         label = known[0] if len(known) == 1 else None
         if label is not None:
-            notes.append(f"{label.name} is 0 or 1, and empty in {label.missing} of the rows: taken as the label")
+            values = " or ".join((label.texts or ())[:2]) if label.kind == "text" else "0 or 1"
+            notes.append(f"{label.name} is {values}, and empty in {label.missing} of the rows: taken as the label")
+        elif known:
+            names = " and ".join(one.name for one in known)
+            notes.append(
+                f"{names} have two values, and are empty in some rows: one may be the label; take it out below"
+            )
     if label is None:
         label = next((one for one in rest if _OUTCOMES.fullmatch(one.name.lower()) and one.is_class), None)
         if label is not None:
@@ -816,7 +881,7 @@ def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> Drafted:
             drafted[key] = column.name
     if label is not None and split is None:
         drafted["split"] = {"train": 0.8, "val": 0.1, "test": 0.1}
-    more, of_others = _others(table, [one for one in rest if one is not label and one is not split], True)
+    more, of_others = _others(table, [one for one in rest if one is not label and one is not split], True, label)
     return drafted | more, notes + of_others
 
 
@@ -832,13 +897,13 @@ def _edge_table(table: _Found, ends: Sequence[_Column]) -> Drafted:
     relation = next(iter(_triple(table)[1:2]), None)
     weight = next((one for one in rest if one.name.lower() == "weight" and one.kind == "number"), None)
     split = next((one for one in rest if one.is_split and len(one.texts or ()) > 1), None)
-    if len(table.keys.keys() - {"columns"}) > 1:
+    if len(table.keys.keys() - {"columns", "encoding"}) > 1:
         split = None
     for key, column in (("weight", weight), ("split", split)):
         if column is not None:
             drafted[key] = column.name
     notes = []
-    if relation is not None and (split or len(table.keys.keys() - {"columns"}) > 1):
+    if relation is not None and (split or len(table.keys.keys() - {"columns", "encoding"}) > 1):
         drafted["relation"] = relation.name
         rest.remove(relation)
         notes.append(f"{relation.name}: its {relation.distinct} texts are taken as relations, each an edge type")
@@ -858,23 +923,30 @@ def _about_files(table: _Found) -> list[str]:
     """Return comments on what was guessed from the names and the first lines of a table's files."""
     files = [str(table.keys[key]) for key in ("files", "val_files", "test_files") if key in table.keys]
     found = [f"{', '.join(files)} have equal columns: taken as one table with a split"] if len(files) > 1 else []
+    if table.scan.options.encoding:
+        found.append(f"encoding: the file is not in UTF-8; {table.scan.options.encoding} is a guess")
     if table.scan.options.columns:
         found.append("the first line seems to be a row of data: if it has names, remove `columns` and use these")
     return found
 
 
-def _others(table: _Found, rest: list[_Column], of_nodes: bool) -> Drafted:
+def _others(table: _Found, rest: list[_Column], of_nodes: bool, label: _Column | None = None) -> Drafted:
     """Draft the use of all columns but id, label, split, ends and weight. Each is used, or named in the comments.
 
     Texts become 0/1 columns if there are few. If there are more, they become categories ``of_nodes``, whose embeddings
-    the trainer learns, unless most of them occur only once.
+    the trainer learns, unless most of them occur only once. Columns that tell the ``label`` are left out.
     """
     drafted: dict[str, Any] = {}
-    time = next((one for one in rest if one.is_time), None)
+    time = next((one for one in rest if one.is_time and not one.missing), None)
     if time is not None:
         drafted["time"] = time.name
     keys = [one for one in rest if one.whole and one.name.lower().endswith("id")]
-    numbers = [one for one in rest if one.kind in ("number", "list") and one is not time and one not in keys]
+    told = {one.name: why for one in rest if label is not None and (why := _tells(table, one, label))}
+    numbers = [
+        one for one in rest
+        if one.kind in ("number", "list") and one is not time and one not in keys and one.name not in told
+        and not one.is_too_large
+    ]  # fmt: skip
     notes = []
     if numbers:
         drafted["features"] = [one.name for one in numbers]
@@ -884,7 +956,11 @@ def _others(table: _Found, rest: list[_Column], of_nodes: bool) -> Drafted:
             drafted["fill"] = 0
             notes.append("fill: empty cells become 0: " + ", ".join(f"{one.name} ({one.missing})" for one in gaps))
     most = min(_MOST_ONE_HOT, max(2, table.rows // 2))
-    texts = [one for one in rest if one.kind == "text" and not one.mostly_numbers]
+    texts = [
+        one
+        for one in rest
+        if one.kind == "text" and not (one.mostly_numbers or one.is_written_otherwise or one.name in told)
+    ]
     few = [one for one in texts if one.texts and len(one.texts) <= most]
     if few:
         drafted["one_hot"] = [one.name for one in few]
@@ -893,4 +969,53 @@ def _others(table: _Found, rest: list[_Column], of_nodes: bool) -> Drafted:
     if many:
         drafted["categories"] = [one.name for one in many]
     unused = [one for one in rest if one is not time and one not in (*numbers, *few, *many)]
-    return drafted, notes + [f"{one.name} is not used: {one.why_unused(most)}" for one in unused]
+    return drafted, notes + [f"{one.name} is not used: {told.get(one.name) or one.why_unused(most)}" for one in unused]
+
+
+def _tells(table: _Found, column: _Column, label: _Column) -> str:
+    """Return why a column may not be a feature because it tells the label, as what is known only afterwards does; ''.
+
+    It does if nearly all rows with an equal value have the same label, or, of numbers, all rows beside each other, or
+    if the rows in which it is not empty do.
+    """
+    if column.kind == label.kind == "number" and label.distinct > _MOST_CLASSES:
+        pair = (as_double(one.name, one.type) for one in (column, label))
+        (same,) = table.scan.database.rows(
+            f"SELECT abs(corr({', '.join(pair)})) > 0.999 FROM {table.scan.sql}", table.scan.where
+        )[0]
+        return f"a leak? it is proportional to {label.name}; if it is known beforehand, list it under features" * bool(
+            same
+        )
+    if column.kind not in ("number", "text", "time") or not 2 <= label.distinct <= _MOST_CLASSES:
+        return ""
+    value, known = (
+        f"CAST({quoted(one.name)} AS VARCHAR)" if one.kind != "number" else as_double(one.name, one.type)
+        for one in (column, label)
+    )
+    rows = f"SELECT v, y FROM (SELECT {value} AS v, {known} AS y FROM {table.scan.sql}) WHERE y IS NOT NULL"
+    counts = f"SELECT v, y, count(*) AS n FROM ({rows}) GROUP BY v, y"
+    (labelled, most, right, few, filled, same, usual) = table.scan.database.rows(
+        f"WITH rows AS ({rows}), counts AS ({counts}) SELECT (SELECT count(*) FROM rows), "
+        "(SELECT max(n) FROM (SELECT count(*) AS n FROM rows GROUP BY y)), "
+        "(SELECT sum(n) FROM (SELECT max(n) AS n FROM counts GROUP BY v)), "
+        "(SELECT count(DISTINCT v) FROM rows), (SELECT count(v) FROM rows), "
+        "(SELECT count(DISTINCT y) = 1 FROM rows WHERE v IS NOT NULL), "
+        "(SELECT count(*) FROM rows WHERE y = (SELECT min(y) FROM rows WHERE v IS NOT NULL))",
+        table.scan.where,
+    )[0]
+    (turns,) = table.scan.database.rows(
+        f"SELECT count(*) FILTER (WHERE y != last) FROM (SELECT y, lag(y) OVER (ORDER BY v, y) AS last FROM ({rows}) "
+        "WHERE v IS NOT NULL)",
+        table.scan.where,
+    )[0]
+    others = labelled - most  # rows of other labels than the most frequent one
+    if others < _FEW_LABELS:
+        return ""
+    leak = f"a leak? it tells {label.name}"
+    if 5 * few <= labelled and labelled - right <= others / 50:
+        return f"{leak} in {right:,} of {labelled:,} rows; if it is known beforehand, list it under features or one_hot"
+    if column.kind == "number" and filled > labelled / 2 and turns <= max(label.distinct - 1, others / 20):
+        return f"{leak}: sorted by it, the labels are, too; if it is known beforehand, list it under features"
+    if same and filled < labelled and (usual / labelled) ** filled < 1e-6:
+        return f"{leak}: where it is not empty, {label.name} is the same; if it is known beforehand, list it"
+    return ""

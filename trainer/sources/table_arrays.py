@@ -73,8 +73,11 @@ class TableArrays:
                     for sql, listed in zip(column.columns, column.widths, strict=True)
                 ]
             else:
-                selected = ", ".join(f"{sql} AS v{k}" for k, sql in enumerate(column.columns))
-                blocks = list(self.rows(table, selected, begin, end, where).values())
+                blocks = []
+                for first in range(0, len(column.columns), 200):  # more columns would make a query slow to plan
+                    some = column.columns[first : first + 200]
+                    selected = ", ".join(f"{sql} AS v{k}" for k, sql in enumerate(some))
+                    blocks += self.rows(table, selected, begin, end, where).values()
             plain = [
                 np.asarray(np.ma.getdata(block)).astype(column.dtype, copy=False).reshape(-1, max(1, listed))
                 for block, listed in zip(blocks, column.widths, strict=True)

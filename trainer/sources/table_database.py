@@ -189,7 +189,7 @@ class Scan:
             nan = _NAN if column in getattr(self.options, "label", ()) else ()
             floats = (f"{each}.0" for each in nulls if each.isdecimal() or each[:1] == "-" and each[1:].isdecimal())
             texts = ", ".join(map(text, ("", *nulls, *floats, *nan)))
-            return f"CASE WHEN trim(CAST({name} AS VARCHAR)) NOT IN ({texts}) THEN {name} END"
+            return f"CASE WHEN trim({name}) NOT IN ({texts}) THEN {name} END"
         numbers = [each for each in nulls if _NUMBER.fullmatch(each)]
         if not numbers or not _NUMBER_TYPE.match(of):
             return name
@@ -275,6 +275,7 @@ class Scan:
                 number = 1
                 while same and column.lower() in columns:
                     column, number = f"{same}_{number}", number + 1
+                repeated |= {column} if same else set()
                 columns[column.lower()] = column
             self._headers[path] = _Header(
                 delimiter, list(columns.values()), not has_header(rows), skipped, frozenset(repeated)
@@ -328,6 +329,12 @@ class Scan:
         except DataError as error:
             raise DataError(f"{self.where}: {error}") from None
         return self._in_utf8[path]
+
+    @property
+    def repeated_columns(self) -> frozenset[str]:
+        """The columns of CSV files whose name another one has, too."""
+        files = () if is_parquet(self.files[0]) else self.files
+        return frozenset().union(*(self._header(path).repeated for path in files))
 
     @property
     def without_header(self) -> Path | None:

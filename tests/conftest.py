@@ -25,11 +25,11 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 #: Files and folders whose tests are started first, so that parallel workers do not end with tests that take long.
 #: The first file launches ``local_runs`` and compiles kernels; the next ones need neither.
 LONGEST = (
-    "tests/cluster/test_main_job", "tests/cluster/test_ssh_parity", "tests/launcher/test_supervisor_messages",
-    "tests/launcher/test_restart_run", "tests/trainer/test_replicas", "tests/trainer/test_compiled",
+    "tests/cluster/test_main_job", "tests/launcher/test_supervisor_messages",
+    "tests/launcher/test_restart_run", "tests/trainer/test_compiled",
     "tests/cluster/test_bastion", "tests/cluster", "tests/launcher/test_serving_local", "tests/trainer/test_own_model",
-    "tests/launcher/test_setup", "tests/trainer/test_few_seeds", "tests/trainer/test_list_tasks",
-    "tests/launcher/test_failures_local", "tests/launcher/test_restart_local", "tests/trainer/test_adversarial.py",
+    "tests/launcher/test_setup", "tests/trainer/test_list_tasks",
+    "tests/launcher/test_failures_local", "tests/trainer/test_adversarial.py",
     "tests/launcher/test_peers_run", "tests/trainer/test_oracle.py", "tests/launcher/test_supervisor.py",
     "tests/trainer/test_cuda_step", "tests/launcher/test_transport_local", "tests/test_docs",
 )  # fmt: skip

@@ -23,6 +23,7 @@ ENDS_WITHIN = 40
 # --- during sync -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_missing_part_and_a_flipped_byte_are_named_in_one_message(scene: Scene, local_runs: dict) -> None:
     # With `mode: verify`, the parts are on the nodes already; here one node lacks a part and another has a damaged one.
     scene.nodes = scene.nodes[:2]
@@ -208,6 +209,7 @@ def test_a_signal_to_the_launcher_ends_every_node(scene: Scene, signum: int) -> 
     assert scene.left_behind() == []
 
 
+@pytest.mark.slow
 def test_a_run_id_in_use_on_nodes_is_refused_and_the_other_run_continues(scene: Scene) -> None:
     # The run id is in use: node1 has a tmux session of that name, node2 a run folder.
     live, ended = scene.cluster.hosts[1:]

@@ -208,6 +208,7 @@ def answers(keys: Path) -> Iterator[dict[str, dict[str, object]]]:
         yield {answer["name"]: answer for answer in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_gnnfleet_logs_in_where_ssh_does(answers: dict[str, dict[str, object]], variant: Variant) -> None:
     answer = answers[variant.name]

@@ -100,6 +100,7 @@ def assert_failed_before_start(done: Launched) -> None:
     assert "starting" not in done.output
 
 
+@pytest.mark.slow
 def test_a_missing_part_is_reported(made: Path, parts: Path) -> None:
     (parts / "part1").rename(parts / "away")
     try:

@@ -75,6 +75,7 @@ class Counting:
         )
 
 
+@pytest.mark.slow
 def test_a_killed_rank_and_then_a_lost_lead_node(tmp_path: Path) -> None:
     run = Counting(tmp_path, nodes=2)
     run.await_steps(0, 1)

@@ -207,6 +207,7 @@ def test_a_key_for_a_notebook(kit: ServingKit, toy: str) -> None:
         (kit.run_dir(toy, k) / "clients" / admitted.name).unlink()
 
 
+@pytest.mark.slow
 def test_another_machine_finds_the_cluster_on_the_hosts_of_its_file(kit: ServingKit, toy: str, tmp_path: Path) -> None:
     # A machine that did not start the cluster has no entry for it in its list of clusters; it finds the cluster by
     # asking the hosts of its config file.
@@ -220,6 +221,7 @@ def test_another_machine_finds_the_cluster_on_the_hosts_of_its_file(kit: Serving
     assert (done.status, done.json["started"]) == (0, []), done.err
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_to_start_is_the_reason_and_no_process_is_left(kit: ServingKit, tmp_path: Path) -> None:
     config = kit.serving("broken", 2, run={"start_timeout": 0.2})
     done = kit.gnnfleet("serve", "--config", str(config))

@@ -89,6 +89,7 @@ def versions_in(environment: Path) -> dict[str, str]:
     return dict(name.split("-") for name in names)  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_environments_are_made_kept_and_repaired(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,6 +364,7 @@ def test_numba_cuda_is_installed_and_imported(
     assert "ImportError: no libnvvm" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_numba_cuda_that_cannot_be_had_is_left_out(
     config: Path, cuda_index: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -282,7 +282,7 @@ def test_credentials_on_a_command_line_are_refused(
                 "simplecache::s3://key:hush@bucket/x",
             )
         ),
-        ("store: 's3://b/x', store_limit: 10%", "data.store_limit: expected a size (500GB), found `10%`"),
+        ("store: 's3://b/x', store_limit: 10%", "data.store_limit: expected a size (500GB), found '10%'"),
         ("store: 's3://b/x', serving: products", "the parts are those of the serving cluster"),
     ],
 )

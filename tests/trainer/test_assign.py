@@ -64,7 +64,9 @@ def typed_blocks(num_blocks=4, size=40, seed=0):
 # Cuts
 
 
-@pytest.mark.parametrize("size", [8, 80])  # with 80, METIS gets only a sample of the edges
+@pytest.mark.parametrize(
+    "size", [8, pytest.param(80, marks=pytest.mark.slow)]
+)  # with 80, METIS gets only a sample of the edges
 def test_metis_finds_the_known_best_cut_of_directed_blocks(size):
     dataset = blocks(4, size)
     assignment = assign_parts(dataset, 4, balance="nodes")

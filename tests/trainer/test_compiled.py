@@ -69,6 +69,7 @@ def call(code: Path, kernels: Path) -> list[int]:
     return [int(word) for word in process.output.splitlines()[-1].split()]
 
 
+@pytest.mark.slow
 def test_compiled_kernels_are_reused_until_damaged(code: Path, tmp_path: Path) -> None:
     # Three processes compile at once; later processes, also with a copy of the code, reuse their kernels.
     kernels = tmp_path / "kernels"
@@ -194,6 +195,7 @@ print(got.sum(), ready, total(4) if len(sys.argv) > 1 else "")
 """
 
 
+@pytest.mark.slow
 def test_loaded_kernels_do_not_initialise_the_compiler(code, tmp_path):
     # `squares` allocates an array; `total` calls `squares` and is compiled after `squares` was loaded.
     (code / "trainer" / "mixed.py").write_text(MIXED)

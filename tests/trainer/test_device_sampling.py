@@ -55,6 +55,7 @@ def test_kernels_sample_the_same_subgraphs_as_the_cpu() -> None:
     simulated("hetero", "0", "homo", "1", "hubs", "0", "errors", "0")
 
 
+@pytest.mark.slow
 def test_batches_of_kernels_equal_those_of_the_cpu() -> None:
     simulated("batches", "2", "links", "0", "training", "0", "wrong-batch", "0")
 

@@ -71,6 +71,7 @@ def test_classes_of_edges_are_learned_from_both_ends(tmp_path: Path, capsys: pyt
     assert found["test_accuracy"] > 0.95 > 0.7 > found["baseline_test_accuracy"]
 
 
+@pytest.mark.slow
 def test_numbers_of_edges_are_learned_with_the_features_of_the_edge(tmp_path: Path) -> None:
     parts = parts_of(tmp_path / "parts", STARS)
     found = {}

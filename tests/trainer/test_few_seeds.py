@@ -176,13 +176,8 @@ def infer_job(alone: Path, folder: Path, name: str) -> InferJob:
     return InferJob(alone / name / "checkpoints" / "last.pt", alone / f"{name}-parts", folder / f"{name}-out")
 
 
-@pytest.mark.parametrize(
-    ("world", "place"),
-    [
-        pytest.param(2, "worker", marks=pytest.mark.slow), (3, "worker"),
-        pytest.param(3, "client", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "place"), [(2, "worker"), (3, "worker"), (3, "client")])
 def test_ranks_without_seeds_train_score_and_infer_as_one_process(
     world: int, place: str, alone: Path, tmp_path: Path
 ) -> None:

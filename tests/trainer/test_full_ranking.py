@@ -274,7 +274,7 @@ def test_losses_leave_out_the_target(loss: str, wanted: float) -> None:
         ({"metrics": ("recall@0",)}, "no metric 'recall@0'"),
         ({"early_stop": {"patience": 1, "metric": "loss"}}, "there is no loss on val"),
         ({"time_attr": "at", "model": "rsage"}, "have no attribute 'at'"),
-        ({"task": "classification", "target": "user"}, "no y"),
+        ({"task": "classification", "target": "user"}, "lightgcn is for task link, not classification"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:

@@ -209,6 +209,7 @@ def test_batches_have_nothing_that_is_later_than_a_row(one_shop: Path) -> None:
         assert orders > 1000
 
 
+@pytest.mark.slow
 def test_all_ranks_agree_and_lists_come_back_under_the_keys_of_rows(tmp_path: Path) -> None:
     parts = shop(tmp_path / "shop", num_parts=3)
     for ranks in (1, 3):
@@ -255,6 +256,7 @@ def test_lists_do_not_depend_on_what_is_later(tmp_path: Path) -> None:
     assert changed[AT > 200 * DAY].all()
 
 
+@pytest.mark.slow
 def test_a_client_without_parts_trains_and_predicts_the_same(
     one_shop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ class Sampling:
         assert self.error is None and not self._thread.is_alive(), self.error
 
 
+@pytest.mark.slow
 def test_killing_one_of_two_holders_pauses_sampling_for_seconds(site) -> None:
     here = site()
     with here.server(2), here.server(1) as process:
@@ -124,6 +125,7 @@ def test_killing_one_of_two_holders_pauses_sampling_for_seconds(site) -> None:
     assert sampling.longest < 25
 
 
+@pytest.mark.slow
 def test_killing_the_only_holder_pauses_sampling_until_it_is_back(site) -> None:
     here = site({1: (1, 2, 3)})
     with here.server(1) as process:
@@ -139,6 +141,7 @@ def test_killing_the_only_holder_pauses_sampling_until_it_is_back(site) -> None:
     assert sampling.longest > 1 and done < sampling.done
 
 
+@pytest.mark.slow
 def test_a_permanently_lost_holder_is_named(site) -> None:
     here = site({1: (1, 2, 3)})
     with here.server(1):
@@ -199,6 +202,7 @@ def test_a_new_version_of_cluster_json_changes_the_peers(site, capsys) -> None:
     peers.close()
 
 
+@pytest.mark.slow
 def test_batches_stay_the_same_when_a_server_behind_the_server_is_killed(site) -> None:
     here = site({1: (0, 1), 2: (2, 3), 3: (2, 3)})
     manifest = here.whole.store.manifest

@@ -197,6 +197,7 @@ def test_bad_key_files(tmp_path) -> None:
         assert keys.secret not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_no_request_waits_for_the_compiler(tmp_path) -> None:
     edge_index, num_nodes = random_graph(3, 200, 2000)
     rng = np.random.default_rng(0)

@@ -52,7 +52,8 @@ def infer(ctx: click.Context, out: Path | None, words: Sequence[str], **values: 
         )
     checkpoint = found.folder / "checkpoints" / "last.pt"
     if not checkpoint.is_file():
-        raise UsageError(f"run {found.run_id} has no {checkpoint}; `gnnfleet collect {found.words}` fetches it")
+        collect = f"if it saved one, `gnnfleet collect {found.words}` fetches it"
+        raise UsageError(f"run {found.run_id} has no {checkpoint}; {collect}")
     parts, out = _parts(found, values["parts"]), out or found.folder / "predictions"
     files = ("--checkpoint", str(checkpoint), "--parts", str(parts), "--out", str(out))
     ctx.exit(run_trainer(local_trainer("infer", *files, *words)))

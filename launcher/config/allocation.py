@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from launcher.errors import Problem
 from launcher.hostlist import RangeError, expand, split_list
-from launcher.yaml_tree import Origin, Report, Scalar, Section, Tree, YamlSequence, expand_nodes, is_count
+from launcher.yaml_tree import Origin, Report, Scalar, Section, Tree, YamlSequence, describe, expand_nodes, is_count
 
 _NOT_IN_JOB = (
     "transport: slurm needs the nodes of a job: launch inside salloc or sbatch, or submit a job with --slurm nodes=4 "
@@ -98,7 +98,12 @@ def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -
     wanted = int(nodes.text) if isinstance(nodes, Scalar) and is_count(nodes) and len(nodes.text) < 6 else 0
     hosts = found.hosts if found else _placeholders(tree, listed, wanted)
     if not hosts and problem is None:
+        options = tree.items.get("slurm")
+        number = options.items.get("nodes") if isinstance(options, Section) else None
         problem = Problem(transport.origin.file, transport.origin.line, _NOT_IN_JOB)
+        if isinstance(number, Scalar) and not number.empty:
+            words = f"slurm.nodes: expected a whole number of at least 1, found {describe(number)}"
+            problem = Problem(number.origin.file, number.origin.line, words)
     if wanted > len(hosts) and problem is None:
         text = f"nodes: {wanted} wanted, but the job has {len(hosts)}"
         problem = Problem(nodes.origin.file, nodes.origin.line, text)

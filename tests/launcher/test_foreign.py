@@ -173,6 +173,14 @@ def test_hostfiles_with_two_meanings_are_refused(content: str, tmp_path: Path) -
 
 
 GLT = "nodes: [a, b]\nports: [22, 22]\nusernames: [u, v]\ndataset: synthetic\n"
+
+
+@pytest.mark.parametrize("devices", ["[[-1], [0, 1]]", "['-1', '0,1']", "['', [0, 1]]"])
+def test_a_node_of_glt_without_devices_trains_on_its_cpu(devices: str, tmp_path: Path) -> None:
+    (tmp_path / "glt.yml").write_text(f"{GLT}visible_devices: {devices}\n")
+    assert [node.devices for node in load_config(tmp_path / "glt.yml").nodes] == [(), (0, 1)]
+
+
 WRONG = {  # content of a file `hosts`, and the arguments after --config hosts
     "lists of different length": ("nodes: [a, b]\nports: [22]\nusernames: [u, v, w]\ndataset: synthetic\n", ""),
     "ranks that are none": (f"{GLT}node_ranks: [1, 2]\n", ""),

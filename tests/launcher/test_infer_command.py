@@ -34,7 +34,7 @@ def test_infer_knows_checkpoint_and_parts_of_the_run(
 ) -> None:
     made = LocalRun(tmp_path).launched("end")
     (made.folder / "config.yml").write_text(to_yaml(made.config))
-    assert run(["infer", "r1"]) == 2 and "`gnnfleet collect r1` fetches it" in capsys.readouterr().err
+    assert run(["infer", "r1"]) == 2 and "if it saved one, `gnnfleet collect r1` fetches it" in capsys.readouterr().err
     checkpoint = made.folder / "checkpoints/last.pt"
     checkpoint.parent.mkdir()
     checkpoint.write_text("")

@@ -143,6 +143,11 @@ def test_nodes_of_a_job_to_submit(tmp_path: Path) -> None:
     ("text", "hosts", "message"),
     [
         (CONFIG, "", "1: transport: slurm needs the nodes of a job"),
+        (
+            CONFIG + "slurm: {nodes: 2-4}\n",
+            "",
+            "3: slurm.nodes: expected a whole number of at least 1, found the text `2-4`",
+        ),
         (CONFIG + "nodes: 3\n", "gpu[1-2]", "3: nodes: 3 wanted, but the job has 2"),
         (CONFIG, "gpu[1-", "SLURM_JOB_NODELIST or nodes: "),
     ],

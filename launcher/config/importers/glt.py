@@ -115,7 +115,7 @@ def _node(host: Tree, values: dict[str, Tree]) -> Section:
     if isinstance(devices, Scalar) and devices.text.strip() not in ("", "-1") and not devices.empty:
         words = [word.strip() for word in devices.text.split(",") if word.strip()]
         items["devices"] = listed(devices.origin, [number(devices.origin, word) for word in words])
-    elif isinstance(devices, YamlSequence):
+    elif isinstance(devices, YamlSequence) and [getattr(one, "text", "") for one in devices.items] != ["-1"]:
         items["devices"] = devices
     return section(host.origin, items)
 

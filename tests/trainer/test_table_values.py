@@ -129,6 +129,12 @@ def test_types_that_only_pyarrow_writes(tmp_path: Path) -> None:
     assert nodes.attrs["time"].tolist() == [1715934083] * 3
 
 
+def test_texts_of_an_empty_column_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id,town\n7,\n8,\n9,\n")
+    with pytest.raises(DataError, match=r"nodes\.n: one_hot town: empty in all rows; leave it out"):
+        graph_of(tmp_path, {"one_hot": ["town"]})
+
+
 def test_classes_below_0_are_named_with_their_row(tmp_path: Path) -> None:
     write(tmp_path, n__csv="id,y\n7,1\n8,-2\n9,0\n")
     with pytest.raises(DataError, match=r"n\.csv, row 2: y is '-2' .*start at 0, -1 is no label; set `num_classes: 0`"):

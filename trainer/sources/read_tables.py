@@ -657,6 +657,8 @@ class _Conversion:
                 texts = categories(scan, name, "one_hot", _MOST_ONE_HOT)
                 numbers += one_hot(scan, name, texts)
                 self.notes.append(f"{scan.where}: {name} → {features}: {len(texts)} columns, {_listed(texts)}")
+            if not numbers:
+                raise DataError(f"{scan.where}: one_hot {', '.join(table.one_hot)}: empty in all rows; leave it out")
             found.append(number_array(features, numbers, np.float32))
         for name in table.attributes:
             (column,) = check_numbers(scan, [name], "attributes", table.fill)

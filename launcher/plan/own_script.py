@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,12 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
 from launcher.plan.model import OwnCommand, copied
 from launcher.plan.script_imports import imported_modules, package_top
+
+#: Programs that start processes; gnnfleet would start each of them several times.
+_LAUNCHERS = (
+    *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch"),
+    *("deepspeed", "horovodrun", "mpirun", "mpiexec", "srun"),
+)
 
 _MOST_MODULES, _MOST_BYTES = 2000, 64 << 20  # of modules that are sent because a script imports them
 
@@ -45,6 +52,15 @@ def own_command_files(
                 notes.append(f"folder `{word}` in your command is not sent; add it to run.files if the nodes need it")
     for dest, path in _walk(extra, cwd):
         _add(files, dest, path)
+    program, *rest = Path(argv[0]).name, *argv[1:]
+    if program.startswith("python"):
+        rest = [*itertools.dropwhile(lambda word: word.startswith("-") and word != "-m", rest)]
+        program = rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else program
+    if program in _LAUNCHERS:
+        notes.append(
+            f"`{program}` is started in each process of the run and starts further ones there, which know only one "
+            "another; gnnfleet sets the variables of torchrun itself: write -- python SCRIPT, and `procs`"
+        )
     # The nodes would not have a script with a relative path.
     script = argv[1] if len(argv) > 1 and Path(argv[0]).name.startswith("python") else argv[0]
     if (

@@ -230,6 +230,16 @@ def test_a_model_class_is_sent_with_its_package(tmp_path: Path) -> None:
         plan_of(replace(config, train=TrainConfig(model="deep/models.py:Net")), cwd=tmp_path / "src/pkg")
 
 
+@pytest.mark.parametrize(
+    "own", [("torchrun", "--nproc_per_node", "4", "train.py"), ("python", "-m", "torch.distributed.run", "train.py")]
+)
+def test_another_launcher_in_the_command_is_noted(own: tuple[str, ...], script: Path) -> None:
+    plan = plan_of(cluster(NodeConfig("a", python="/py")), own_command=own, cwd=script)
+    assert [note for note in plan.notes if "is started in each process of the run" in note]
+    plan = plan_of(cluster(NodeConfig("a", python="/py")), own_command=("python", "train.py", "-m", "srun"), cwd=script)
+    assert not [note for note in plan.notes if "is started in each process of the run" in note]
+
+
 def test_scripts_that_cannot_be_read_are_sent_alone(script: Path) -> None:
     (script / "broken.py").write_text("import util\n(")
     assert sent_with(script, "python", "broken.py")[1] == {"broken.py"}

@@ -25,11 +25,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 #: Files and folders whose tests are started first, so that parallel workers do not end with tests that take long.
 #: The first file launches ``local_runs`` and compiles kernels; the next ones need neither.
 LONGEST = (
-    "tests/cluster/test_main_job", "tests/launcher/test_supervisor_messages",
-    "tests/launcher/test_restart_run", "tests/trainer/test_compiled",
-    "tests/cluster/test_bastion", "tests/cluster", "tests/launcher/test_serving_local", "tests/trainer/test_own_model",
-    "tests/launcher/test_setup", "tests/trainer/test_list_tasks",
-    "tests/launcher/test_failures_local", "tests/trainer/test_adversarial.py",
+    "tests/cluster/test_main_job", "tests/launcher/test_restart_run", "tests/cluster/test_bastion", "tests/cluster",
+    "tests/launcher/test_serving_local", "tests/trainer/test_own_model", "tests/launcher/test_setup",
+    "tests/trainer/test_list_tasks", "tests/launcher/test_failures_local", "tests/trainer/test_adversarial.py",
     "tests/launcher/test_peers_run", "tests/trainer/test_oracle.py", "tests/launcher/test_supervisor.py",
     "tests/trainer/test_cuda_step", "tests/launcher/test_transport_local", "tests/test_docs",
 )  # fmt: skip
@@ -63,9 +61,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    # Fast tests wait for more than half of their time. Slow ones compute more, and watch runs that have deadlines.
+    # Each worker collects all tests: four keep two cores busy, and six did no more. Slow ones have deadlines to keep.
     cores = min(len(os.sched_getaffinity(0)), 6)
-    return cores + (1 if config.option.markexpr == "slow" else 4)
+    return cores + (1 if config.option.markexpr == "slow" else 2)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

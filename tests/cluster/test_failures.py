@@ -46,7 +46,8 @@ def test_a_missing_part_and_a_flipped_byte_are_named_in_one_message(scene: Scene
     assert scene.left_behind() == []
 
 
-@pytest.mark.parametrize("place", ["code", pytest.param("data", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["code", "data"])
+@pytest.mark.slow
 def test_a_disk_that_fills_up_during_sync_is_named(scene: Scene, place: str) -> None:
     # Either the code passes preflight but does not fit, because each file uses whole pages, or the parts do not fit.
     sizes = [file.stat().st_size for file in code_files()]

@@ -51,6 +51,7 @@ def bytes_sent(run_dir: Path) -> dict[int, int]:
     return {event["node_rank"]: event["bytes"] for event in events if event["kind"] == "synced"}
 
 
+@pytest.mark.slow
 def test_parts_in_a_shared_folder_are_verified_in_place(
     cluster: NetCluster, tmp_path: Path, local_runs: dict[str, Launched]
 ) -> None:

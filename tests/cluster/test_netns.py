@@ -135,6 +135,7 @@ def test_a_power_cut_kills_without_closing_connections(make_cluster: Callable[..
     assert host.processes() == []
 
 
+@pytest.mark.slow
 def test_slow_link_limits_the_rate(cluster: NetCluster) -> None:
     host, size = cluster.hosts[0], 1_500_000
 

@@ -20,6 +20,7 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soak]:
         yield Soak(cluster, tmp_path_factory.mktemp("soak"))
 
 
+@pytest.mark.slow
 def test_consecutive_seeds_have_every_kind_before_any_kind_repeats() -> None:
     first = SEED - SEED % len(KINDS)
     assert {draw(seed).fault.kind for seed in range(first, first + len(KINDS))} == set(KINDS)

@@ -60,7 +60,7 @@ def test_the_explain_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_finding_that_blocks_is_followed_by_its_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "cluster.yml"
-    config.write_text("nodes: ['127.0.0.1:1']\ndata: {dataset: synthetic}\n")
+    config.write_text("nodes: [{host: 127.0.0.1, port: 1}]\ndata: {dataset: synthetic}\n")
     assert run(["check", "--config", str(config)]) == 3
     shown = capsys.readouterr()
     assert "Explain: gnnfleet explain unreachable" in shown.out + shown.err

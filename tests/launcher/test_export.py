@@ -108,6 +108,7 @@ def test_golden_manifests(name: str, tmp_path: Path) -> None:
     check_text(GOLDEN / f"export_{name}.yml", without_plan(manifests_of(tmp_path)[name].text()))
 
 
+@pytest.mark.slow
 def test_manifests_fit_the_schemas_of_kubernetes(tmp_path: Path) -> None:
     """Every field exists, with the right type, in the OpenAPI schemas of Kubernetes and JobSet."""
     schemas = pytest.importorskip("kubernetes_validate")

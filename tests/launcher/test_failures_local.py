@@ -187,6 +187,7 @@ def test_a_closed_output_pipe_stops_the_run(made: Path) -> None:
     assert states == ["stopped", "stopped"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_the_graph_is_cut_leaves_no_parts(tmp_path: Path) -> None:
     config = local_config(tmp_path, [1, 1], data={"options": {"num_nodes": 300_000, "avg_degree": 10}})
     running = Running(config).await_line("partition |")

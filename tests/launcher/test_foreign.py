@@ -335,7 +335,8 @@ def test_commands_of_the_migration_guide_work(
     ansible(f"cat {GOLDEN}/foreign/ansible_ini/listing.json")
     for name, sample in SAMPLES.items():
         Path(name).write_text((GOLDEN / "foreign" / sample).read_text())
-    Path("graph.pt").touch()
+    for name in ("graph.pt", "train.py"):
+        Path(name).touch()
     monkeypatch.setattr("launcher.run.check.run_check", lambda config, *more, **named: 0)
     words = shlex.split(command.replace("python launch.py", "gnnfleet"))[1:]
     assert run(words if words[0] in ("check", "import") else ["--dry-run", *words]) == 0

@@ -150,6 +150,7 @@ def test_a_run_continues_without_a_server_whose_parts_have_another_holder(make: 
     assert [finding["kind"] for finding in results[2]["findings"]] == ["server-lost"]
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_last_holder_ends_the_run(make: MakeRun) -> None:
     run = make(TWO_COPIES).start()
     kill(run, 1)

@@ -165,6 +165,7 @@ def message_of(k: int, text: str) -> Any:
     return NodeMessage(k, message)
 
 
+@pytest.mark.slow
 def test_preflight_is_linear_in_the_main_thread() -> None:
     counts = []
     for nodes in (66, 132):

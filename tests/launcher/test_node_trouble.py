@@ -35,6 +35,7 @@ def loop() -> Iterator[Loop]:
     signal.signal(signal.SIGCHLD, old)
 
 
+@pytest.mark.slow
 def test_a_stalled_disk_does_not_end_the_run(tmp_path: Path) -> None:
     # On one node, writing state.json blocks, as on a stalled disk; the hub must still receive heartbeats of this node.
     run = Run(tmp_path, 2)

@@ -150,6 +150,7 @@ def test_the_new_hub_tells_of_the_restart_and_the_end_after_the_lead_node_is_los
     assert hook.got[0]["text"].startswith("gnnfleet test: restart 1 of 3: node0 (gpu0)")
 
 
+@pytest.mark.slow
 def test_one_remaining_node_tells_of_the_end_when_the_lead_node_is_lost(tmp_path: Path, hook: Hook) -> None:
     run = Run(tmp_path, 3, notify=[hook.url])
     try:

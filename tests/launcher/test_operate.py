@@ -200,6 +200,7 @@ def test_stop_now_skips_the_grace_period(local_run, capsys, monkeypatch) -> None
     assert result["state"] == "stopped" and "(gnnfleet stop)" in result["stopped_by"], "no failure of the rank"
 
 
+@pytest.mark.slow
 def test_stop_reports_an_unreachable_node(local_run, capsys, monkeypatch) -> None:
     # `stop` fails if it cannot reach a node. test_operate_messages tests `status` in this case.
     local_run.launched("train").start()

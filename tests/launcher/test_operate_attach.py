@@ -70,6 +70,7 @@ def test_the_pane_of_an_ended_node_stays_and_reports_the_end(tmp_path: Path) -> 
     assert len(tmux("list-panes", "-t", "=gnnfleet-r1:").splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_eighteen_nodes_fill_two_windows(tmp_path: Path) -> None:
     make_session("many", [Pane(f"node{k} (gnn{k})", ("sleep", "60")) for k in range(18)])
     windows = tmux("list-windows", "-t", "=gnnfleet-many:", "-F", "#{window_panes}").split()

@@ -69,6 +69,7 @@ def test_a_signal_ends_following_only_and_events_are_recorded_once(local_run: Lo
     assert sorted(recorded, key=lambda event: event["t"]) == sorted(wrote, key=lambda event: event["t"])
 
 
+@pytest.mark.slow
 def test_closing_the_output_ends_following_only(local_run: LocalRun) -> None:
     # The reader of the output ends first, as in `gnnfleet follow | head`.
     local_run.await_training()

@@ -273,6 +273,7 @@ def test_dry_run_shows_the_parts_of_each_server(tmp_path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(roles=ROLES, replicas=st.integers(1, 3))
+@pytest.mark.slow
 def test_a_folded_plan_equals_the_unfolded_one_for_all_roles(roles: list[str], replicas: int) -> None:
     config = with_data(nodes_of(*chain(roles, ["worker", "client"], roles, roles)), replicas=replicas)
     config = with_data(config, replicas=min(replicas, len(config.holders)))

@@ -53,6 +53,7 @@ def calls(folder: Path, nodes: int) -> int:
     return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_planning_cost_is_linear_in_the_number_of_nodes(tmp_path: Path) -> None:
     planned_for(tmp_path, 2)  # fills caches that are kept per process
     once, twice, four = (calls(tmp_path, nodes) for nodes in (40, 80, 160))

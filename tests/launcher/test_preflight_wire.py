@@ -116,6 +116,7 @@ def pairs_tested(count: int) -> tuple[set[tuple[int, int]], PreflightReport]:
     return {(i, j) for i, j in pairs if i != j}, report
 
 
+@pytest.mark.slow
 def test_pairs_of_many_nodes_are_tested_in_part_while_all_routes_are_open() -> None:
     assert len(pairs_tested(64)[0]) == 64 * 63
     pairs, report = pairs_tested(150)

@@ -216,6 +216,7 @@ def test_a_driver_that_says_nothing_about_health_and_a_kernel_log_that_cannot_be
     assert found["faults"] == []
 
 
+@pytest.mark.slow
 def test_the_speed_of_a_machine(tmp_path: Path) -> None:
     with NodeAgent(LocalTransport(0), Command((sys.executable,))) as agent:
         found = agent.call("speed", {"folder": f"{tmp_path}/not/yet", "seconds": 0.02}, 120)

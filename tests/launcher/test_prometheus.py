@@ -22,6 +22,7 @@ while not os.path.exists("go"):
 """
 
 
+@pytest.mark.slow
 def test_a_file_has_the_figures_while_the_run_lives(folder: MakeFolder, tmp_path: Path) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 

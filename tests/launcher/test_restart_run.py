@@ -122,6 +122,7 @@ def test_a_lead_node_that_is_told_to_end_is_left_behind(make: MakeRun) -> None:
     assert run.finish(without=(0,))[1]["state"] == "done"
 
 
+@pytest.mark.slow
 def test_two_losses_one_after_the_other(make: MakeRun) -> None:
     run = make(3).stepping()
     run.nodes[2].supervisor.kill()  # type: ignore[union-attr]
@@ -141,6 +142,7 @@ def test_a_run_of_one_node_starts_again(make: MakeRun) -> None:
     assert run.finish()[0]["state"] == "done"
 
 
+@pytest.mark.slow
 def test_a_part_that_no_other_node_has_ends_the_run(make: MakeRun) -> None:
     run = make(3, roles="www", parts=[[0], [1], [2]]).stepping()
     run.nodes[1].supervisor.kill()  # type: ignore[union-attr]

@@ -136,6 +136,7 @@ def test_missing_python_is_named(make: Make) -> None:
     assert sessions() == []
 
 
+@pytest.mark.slow
 def test_setup_that_takes_too_long(make: Make) -> None:
     _, plan = make(setup=("echo loading modules >&2", "sleep 60"))
     with pytest.raises(SessionError, match=r"did not start within 4 s \(run.start_timeout\); .*\nloading modules"):

@@ -482,6 +482,7 @@ def test_a_pip_in_the_current_folder_is_not_run(tmp_path: Path, monkeypatch: pyt
     assert subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout.startswith("pip ")
 
 
+@pytest.mark.slow
 def test_settings_of_pip_do_not_change_what_setup_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("USER", "REQUIRE_VIRTUALENV", "REQUIRE_HASHES"):
         monkeypatch.setenv(f"PIP_{name}", "1")

@@ -93,6 +93,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
+@pytest.mark.slow
 def test_messages(runs: Path) -> None:
     made: dict[str, Run] = {}
     try:

@@ -174,6 +174,7 @@ def own_ticks() -> int:
     return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
 
 
+@pytest.mark.slow
 def test_idle_watcher_uses_almost_no_cpu(run: RunFolder) -> None:
     run.rank(python("import time; time.sleep(60)")).start()
     run.pid("rank0")

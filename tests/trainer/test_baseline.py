@@ -81,6 +81,7 @@ def test_the_baseline_of_links_ranks_by_the_number_of_links(links: Path, tmp_pat
     assert result["baseline_test_mrr"] == pytest.approx((1 / rank).mean())
 
 
+@pytest.mark.slow
 def test_the_baseline_and_rows_beside_features_do_not_depend_on_the_number_of_ranks(
     links: Path, tmp_path: Path
 ) -> None:  # fmt: skip

@@ -101,6 +101,7 @@ def busy_server(answer_after: float):
             thread.join(5)
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_pinged_and_counts_as_gone(monkeypatch) -> None:
     monkeypatch.setattr(channel, "_PING_AFTER", 0.1)
     monkeypatch.setattr(channel, "_STOPPED_AFTER", 0.6)
@@ -126,6 +127,7 @@ def test_the_deadline_restarts_while_the_server_is_alive() -> None:
         assert client.greet().result() == INFO
 
 
+@pytest.mark.slow
 def test_the_wait_for_a_server_that_is_alive_but_never_answers_is_bounded() -> None:
     with busy_server(answer_after=60) as endpoint, client_of(endpoint, 0.3) as client:
         start = time.monotonic()

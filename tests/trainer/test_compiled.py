@@ -85,6 +85,7 @@ def test_compiled_kernels_are_reused_until_damaged(code: Path, tmp_path: Path) -
     assert call(code, kernels) == [41, 1]
 
 
+@pytest.mark.slow
 def test_a_kernel_is_recompiled_when_its_callees_or_constants_change(code: Path, tmp_path: Path) -> None:
     kernels = tmp_path / "kernels"
     call(code, kernels)

@@ -47,6 +47,7 @@ def derived(debian: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_derived_edges_are_those_of_the_homogeneous_graph_with_the_strongest_relation(debian: Path, derived: Path):
     own, given = np.load(derived / "edge_index.npy"), np.load(debian / "edge_index.npy")
     weight = np.load(derived / "edge_weight.npy")

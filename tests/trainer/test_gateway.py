@@ -76,6 +76,7 @@ def test_batches_are_requested_from_the_home_server(servers, expected):
         until(lambda: servers.servers[1]._scheduler.status().buffer_bytes == 0)
 
 
+@pytest.mark.slow
 def test_more_batches_ahead_than_a_server_queues_for_one_client(servers, folder):
     seeds = torch.arange(60).repeat(5)
 

@@ -174,6 +174,7 @@ def storm(victim: Target, insiders: int, strangers: int, seed: int) -> Honest:
     return honest
 
 
+@pytest.mark.slow
 def test_a_flood_does_no_harm(tmp_path) -> None:
     with target(tmp_path, new_keys()) as victim:  # the slow test below also floods a server without encryption
         storm(victim, insiders=1_000, strangers=300, seed=1)

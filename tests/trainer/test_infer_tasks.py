@@ -71,6 +71,7 @@ def predictions(out: Path, parts: int = 2) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_table_with_prices_is_learned_and_predicted_in_its_unit(tmp_path: Path) -> None:
     parts = homes(tmp_path / "homes", "price")
     settings: dict[str, Any] = {"epochs": 40, "lr": 0.02, "fanouts": (3,), "dropout": 0.0, "batch_size": 16}

@@ -34,6 +34,7 @@ def is_admitted(endpoint, keys, deadline=1.0) -> bool:
             return False
 
 
+@pytest.mark.slow
 def test_a_guest_is_admitted_while_its_file_exists(guarded) -> None:
     server, path = guarded
     guest, other = guest_of(path), guest_of(path)

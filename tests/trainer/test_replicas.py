@@ -157,6 +157,7 @@ def test_a_permanently_lost_holder_is_named(site) -> None:
     assert "see logs/server.log of node1" in cause
 
 
+@pytest.mark.slow
 def test_a_run_starts_without_the_holder_of_replicas(site) -> None:
     here = site({1: (1, 2), 2: (1, 2, 3)})
     with here.server(2):

@@ -48,10 +48,12 @@ def test_ranks_of_a_host_share_a_copy_and_cache_rows_on_their_devices(tmp_path: 
     run_case(write_parts(tmp_path / "parts", dataset="synthetic-hetero", **SMALL), "shared", 2)
 
 
+@pytest.mark.slow
 def test_ranks_that_cannot_map_each_others_memory_make_copies_of_their_own(tmp_path: Path) -> None:
     run_case(write_parts(tmp_path / "parts", **SMALL), "hosts", 3)
 
 
+@pytest.mark.slow
 def test_training_with_cached_rows_has_the_losses_of_the_cpu(tmp_path: Path) -> None:
     parts = write_parts(tmp_path / "parts", **SMALL)
     given: dict[str, Any] = {"batch_size": 6, "fanouts": (2, 2), "eval_batch_size": 18, "hidden": 4}

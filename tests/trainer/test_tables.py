@@ -140,6 +140,7 @@ def test_parquet_as_spark_writes_it(tmp_path: Path) -> None:
     assert (graph.edges["node", "to", "node"].edge_index[1] == np.arange(200) * 7 % 200).all()
 
 
+@pytest.mark.slow
 def test_rows_keep_their_order_in_large_files(tmp_path: Path) -> None:
     sql(
         "COPY (SELECT 'n' || ((i * 7919) % 300000) AS id, i::FLOAT AS f FROM range(300000) r(i)) "
@@ -530,6 +531,7 @@ def test_mistakes_in_tables_without_names_of_columns(tmp_path: Path) -> None:
         load(tmp_path, pairs_of(tmp_path, **keys), tmp_path / "parquet")
 
 
+@pytest.mark.slow
 def test_ids_of_nodes_without_a_table_are_sorted_on_disk(tmp_path: Path) -> None:
     count = 400_000
     sql(

@@ -97,6 +97,7 @@ def test_masked_tokens_and_the_order_of_tokens_change_nothing() -> None:
         TokenTransformer(8, heads=3, num_layers=1)
 
 
+@pytest.mark.slow
 def test_the_class_of_the_heaviest_neighbour_is_learnt(tmp_path: Path) -> None:
     rng, count = np.random.default_rng(0), 500
     kind = rng.integers(3, size=count)

@@ -223,6 +223,7 @@ runpy.run_module("trainer", run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_destructor_that_aborts_at_exit_does_not_fail_a_finished_rank(tmp_path):
     parts = write_parts(tmp_path / "parts")
     words = ["train", "--parts", str(parts), "--run-dir", str(tmp_path / "run"), "--epochs", "1"]

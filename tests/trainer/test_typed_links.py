@@ -161,6 +161,7 @@ def test_ranks_resume_and_predictions(graphs: dict[int, Path], tmp_path: Path) -
         infer(InferJob(result.checkpoint, graphs[4], tmp_path / "none", pairs=file))
 
 
+@pytest.mark.slow
 def test_training_is_that_of_one_rank(graphs: dict[int, Path], tmp_path: Path) -> None:
     given = {**SMALL, "model": "rsage", "fanouts": (3,), "dropout": 0.2, "eval_negatives": 15, "epochs": 1}
     one = train(job(graphs[1], tmp_path / "one", **given))

@@ -86,6 +86,7 @@ def process_environment(
     return {
         **os.environ,
         **command.get("env", {}),
+        "PYTHONFAULTHANDLER": "1",  # the stack of a crash, also of a graph server
         procs.TOKEN: procs.node_token(spec.token, spec.node_rank),
         "GNNFLEET_RUN_ID": spec.run_id,
         "GNNFLEET_RUN_DIR": spec.run_dir,

@@ -84,7 +84,7 @@ class TracebackFinder:
 
 
 class _CrashFinder:
-    """Keeps the stack that faulthandler prints when a process crashes (ranks run with PYTHONFAULTHANDLER)."""
+    """Keeps the stack that faulthandler prints when a process crashes (PYTHONFAULTHANDLER)."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

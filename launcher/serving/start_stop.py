@@ -118,7 +118,10 @@ fi
 [ ! -e "$3/result.json" ] && beat=$(stat -c %Y "$3/state.json" 2>/dev/null) || exit 0
 [ $(($(date +%s) - beat)) -gt 4 ] && exit 0
 pid=$(grep -o '"pid": [0-9]*' -- "$3/state.json" | head -n 1)
-[ -n "$pid" ] && [ ! -d "/proc/${pid##* }" ] || { rm -- "$1"; exit 8; }
+[ -n "$pid" ] && case $(sed 's/.*) //' "/proc/${pid##* }/stat" 2>/dev/null) in
+  ''|[ZX]*) exit 0 ;;  # it has ended; tmux may leave it a zombie for seconds
+esac
+rm -- "$1"; exit 8
 """
 
 _LOCKED, _STARTED = 9, 8

@@ -175,7 +175,7 @@ def wait_for(ready, process) -> dict:
 def _serve(endpoint: str) -> None:
     GraphServer(ArithmeticGraph(), endpoint, INFO, 2).start()
     print("ready", flush=True)
-    time.sleep(120)
+    time.sleep(3 * DEADLINE)
 
 
 def admit_guest(key_file: str | Path, name: str, public: str) -> Path:

@@ -180,6 +180,8 @@ def _checkpoint(reader: Reader, place: KeyPath, text: str) -> str:
 
 Choose = Callable[[ClusterConfig], ClusterConfig]
 
+_EACH_LINE = 3  # a mistake that stands in more lines than this is reported with the first of them only
+
 _NODE = re.compile(r"\bnodes\.\d+")
 
 
@@ -241,14 +243,18 @@ def to_yaml(config: ClusterConfig) -> str:
 
 
 def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
-    # A host range or `defaults` repeats a mistake for each node.
-    groups: dict[Problem, list[tuple[Problem, str]]] = {}
+    """Yield a mistake that several nodes have once: of a host range or of ``defaults``, or in many nodes' lines."""
+    nodes = {problem: found[0] if (found := _NODE.search(problem.message)) else "" for problem in problems}
+    alike: dict[str, dict[int, list[Problem]]] = {}  # by the message without the node, and by line
     for problem in problems:
-        node = _NODE.search(problem.message)
-        generic = replace(problem, message=_NODE.sub("nodes.*", problem.message, count=1))
-        groups.setdefault(generic, []).append((problem, node[0] if node else ""))
-    for (first, _), *others in groups.values():
-        more = f" (also {fold(name for _, name in others)})" if others and others[0][1] else ""
+        generic = f"{problem.file} {_NODE.sub('nodes.*', problem.message, count=1)}"
+        alike.setdefault(generic, {}).setdefault(problem.line, []).append(problem)
+    groups: list[list[Problem]] = []
+    for lines in alike.values():
+        together = len(lines) > _EACH_LINE and nodes[next(iter(lines.values()))[0]]
+        groups += [[one for line in lines.values() for one in line]] if together else lines.values()
+    for first, *others in groups:
+        more = f" (also {fold(nodes[one] for one in others)})" if others and nodes[others[0]] else ""
         yield replace(first, message=first.message + more)
 
 

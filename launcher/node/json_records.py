@@ -137,7 +137,7 @@ STARTED = Record(
 )
 
 #: ``procs/error-rank<r>.json``: the error of the trainer that ends a rank.
-ERROR = Record({"type": text, "follow_up": flag}, {}, {})
+ERROR = Record({"type": text, "follow_up": flag}, {"message": (text, "")}, {})
 
 #: A rank's wait that has passed its deadline, as in ``procs/wait-rank<r>.json``.
 WAIT = Record(

@@ -137,6 +137,12 @@ MISTAKES = {
         "4: nodes.1.procs: must be at least 1 and at most 1024; found 0 (also nodes.[2-16])",
         "5: unknown key `prt` in nodes.1; did you mean `port`? (also nodes.[2-16])",
     ],
+    "nodes:\n" + "".join(f"  - {{host: n{k}, prcs: 2}}\n" for k in range(5)): [
+        "2: unknown key `prcs` in nodes.0; did you mean `procs`? (also nodes.[1-4])"
+    ],
+    "nodes:\n" + "".join(f"  - {{host: n{k}, prcs: 2}}\n" for k in range(3)): [
+        f"{2 + k}: unknown key `prcs` in nodes.{k}; did you mean `procs`?" for k in range(3)
+    ],
     "nodes:\n  - n[1-2]:70000\n": ["2: nodes.0.port: must be at least 1 and at most 65535; found 70000 (also nodes.1)"],
     "defaults: {workdir: /w}\nnodes:\n  - n[1-3]\n  - n[3-4]\n": [
         "4: nodes.3 has the same host and workdir as nodes.2 (n3, /w); give each node its own workdir, or put "

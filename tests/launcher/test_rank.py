@@ -107,6 +107,13 @@ def test_whether_a_failure_follows_from_the_end_of_another_process(tmp_path: Pat
     assert outcome(tmp_path)["follow_up"] == follow_up
 
 
+def test_an_error_of_the_trainer_is_the_reason_of_the_end(tmp_path: Path) -> None:
+    report = json.dumps({"type": "PartitionError", "follow_up": False, "message": "part 3: edges.npy is damaged"})
+    code = f"import sys; open({str(tmp_path / 'procs/error-rank5.json')!r}, 'w').write({report!r}); sys.exit(1)"
+    run_rank(tmp_path, code)
+    assert describe(outcome(tmp_path)) == "ended with exit status 1: part 3: edges.npy is damaged"
+
+
 def test_invalid_utf8_and_unfinished_last_line(tmp_path: Path) -> None:
     run_rank(tmp_path, r"import os; os.write(1, b'caf\xe9 \xff\nZ\xc3\xbcrich')")
     assert logged(tmp_path) == ["caf\ufffd \ufffd", "Zürich"]

@@ -68,6 +68,8 @@ def test_parts_need_train_seeds(tmp_path: Path, seeds: dict[str, int], train: di
         (3, {"schedule": Schedule(name="plateau")}, "train.schedule: needs evaluations on val, but synthetic has no"),
         (3, {"edge_attr": ("w", "weight")}, "train.edge_attr: synthetic has no attribute 'weight' there; it has w"),
         (3, {"time_attr": "t"}, "train.time_attr: synthetic has no attribute 't' there; it has w, y"),
+        (3, {"category_dims": {"w": 8, "node.w": 8}}, ""),
+        (3, {"category_dims": {"node.ww": 8}}, "train.category_dims: synthetic has no attribute 'node.ww' there; it"),
     ],
 )
 def test_settings_fit_the_labels_and_attributes_of_the_parts(

@@ -140,7 +140,8 @@ def test_a_script_that_ends_by_the_error(supervised: bool, tmp_path: Path) -> No
     assert [file.name for file in files] == (["error-rank2.json", "wait-rank2.json"] if supervised else [])
     if supervised:
         error, found = (json.loads(file.read_text()) for file in files)
-        assert error == {"type": "ServiceError", "follow_up": True}
+        text = "graph server of node1 (h) at tcp://a:1: no answer"
+        assert error == {"type": "ServiceError", "follow_up": True, "message": text}
         assert (found["rank"], found["of"], found["node_rank"], found["request"]) == (2, "server", 1, "gather")
 
 

@@ -1,8 +1,8 @@
 """Reports the error that ends a rank to its supervisor, before the rank ends.
 
-``procs/error-rank<r>.json`` says whether the error follows from the end of another process. After a timeout (of a
-collective call, a request or the sampler threads), ``procs/wait-rank<r>.json`` describes the wait; the supervisor then
-collects the stacks of all ranks.
+``procs/error-rank<r>.json`` has its message, and whether it follows from the end of another process. After a timeout
+(of a collective call, a request or the sampler threads), ``procs/wait-rank<r>.json`` describes the wait; the supervisor
+then collects the stacks of all ranks.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from trainer.core.errors import TrainerError, Wait
 REPORTED_FOR = 8.0  #: seconds that a process stays alive after its report; the supervisor normally ends it earlier
 
 _MOST_FRAMES = 200
+
+_MOST_LETTERS = 500  # of a message
 
 #: Error texts of torch.distributed for a wait that has passed its deadline; a lost connection has other ones.
 _TIMED_OUT = re.compile(r"timed out|timeout|monitoredBarrier", re.I)
@@ -58,7 +60,8 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def report_error(error: BaseException, environ: Mapping[str, str] = os.environ) -> None:
-    """Report to the supervisor whether ``error`` follows from the end of another process, if the trainer has raised it.
+    """Report ``error`` to the supervisor, if the trainer has raised it: the first line of its message, and whether it
+    follows from the end of another process.
 
     If a timeout led to ``error``, report this, too, and wait at most ``REPORTED_FOR`` seconds, so that the supervisor
     can end this process. Does nothing outside a run.
@@ -67,7 +70,9 @@ def report_error(error: BaseException, environ: Mapping[str, str] = os.environ) 
     if not run_dir or not rank.isdigit() or not environ.get("GNNFLEET_SUPERVISOR"):
         return
     if isinstance(error, TrainerError):  # of others, the supervisor knows only the output
-        _write(run_dir, f"error-rank{rank}", {"type": type(error).__name__, "follow_up": error.follow_up})
+        message = str(error).partition("\n")[0][:_MOST_LETTERS]
+        record = {"type": type(error).__name__, "follow_up": error.follow_up, "message": message}
+        _write(run_dir, f"error-rank{rank}", record)
     wait = expired_wait(error)
     if wait is None:
         return

@@ -111,7 +111,7 @@ class _RankRunner:
         }
         error = record_in(ERROR, os.path.join(self.run_dir, "procs", f"error-{self.name}.json"))
         if error is not None and not signaled:
-            more["follow_up"] = error["follow_up"]
+            more |= {"follow_up": error["follow_up"], "note": error["message"]}
         if signaled == "SIGKILL" and not child.stop_sent:
             more |= watch.outcome_fields(child.pid)
         if signaled and child.log.crash.innermost:  # without Python frames, an earlier traceback says more

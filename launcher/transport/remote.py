@@ -127,7 +127,10 @@ class RemoteTransport(ProcessTransport):
         deadline = time.monotonic() + _SESSIONS_WAIT
         with self.translated(), ExitStack() as opened:
             for _ in range(_SESSIONS - 1):
-                opened.callback(self._begin(Command(("cat",)), deadline).close)
+                opened.callback(self._hold_session(deadline).close)
+
+    def _hold_session(self, deadline: float) -> Process | paramiko.Channel:
+        return self._begin(Command(("cat",)), deadline)
 
     @contextmanager
     def _started(self, command: Command, deadline: float) -> Iterator[Process]:

@@ -106,6 +106,9 @@ class SshTransport(RemoteTransport):
         # While the server refuses another session (``MaxSessions``), retries until ``deadline``.
         return _ChannelProcess(self._open_session(deadline), command)
 
+    def _hold_session(self, deadline: float) -> paramiko.Channel:
+        return self._open_session(deadline)  # without a command, which would start a shell on the host
+
     def _begin_sftp(self) -> paramiko.SFTPClient:
         session = self._open_session(time.monotonic() + _SFTP_WAIT)
         session.invoke_subsystem("sftp")

@@ -163,6 +163,14 @@ def test_preflight_finds_a_host_that_allows_one_session(sshd: RealSshd, monkeypa
     assert "MaxSessions 4 or more" in finding.remedy
 
 
+def test_sessions_are_counted_without_a_command_on_the_host(
+    node: SshTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three shells per host had made preflight a third slower.
+    monkeypatch.setattr(SshTransport, "_begin", None)
+    node.check_sessions()
+
+
 def test_a_refused_session_is_requested_again(
     node: SshTransport, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

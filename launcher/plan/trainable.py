@@ -190,8 +190,10 @@ def _check_attrs(config: ClusterConfig, parts: PartitionFiles) -> None:
         ("time_attr", train.time_attr, of_edges | of_nodes),
         *(("category_dims", name, of_edges | of_nodes) for name in train.category_dims or ()),
     ):  # fmt: skip
+        if name is None or not parts.edges:
+            continue
         column = name.rpartition(".")[2] if key == "category_dims" and name not in known else name  # after the type
-        if name is not None and parts.edges and column not in known:
+        if column not in known:
             there = ", ".join(sorted(known)) or "none"
             raise UsageError(
                 f"train.{key}: {parts.dataset} has no attribute {name!r} there; it has {there}; nothing was sent"

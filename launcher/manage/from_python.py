@@ -135,10 +135,7 @@ class LaunchedRun:
         """Why the run failed, in one sentence; '' if it did not."""
         result = self.result or {}
         first = result.get("first_failure")
-        if not first:
-            return "; ".join(result.get("notes") or ())
-        errors = [line for line in first.get("tail") or () if line.startswith("error: ")]  # of the bundled trainer
-        return ": ".join([first["sentence"], *(line.removeprefix("error: ") for line in errors[-1:])])
+        return str(first["sentence"]) if first else "; ".join(result.get("notes") or ())
 
     @property
     def metrics(self) -> list[dict[str, Any]]:

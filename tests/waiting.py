@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,3 +27,10 @@ def runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def stretched(seconds: float) -> float:
+    """Return a limit of ``seconds`` for an idle machine as a limit for this one: times its load for each processor."""
+    average, _, _, running, *_ = Path("/proc/loadavg").read_text().split()
+    load = max(float(average), float(running.partition("/")[0]))
+    return seconds * max(1.0, load / (os.cpu_count() or 1))

@@ -16,7 +16,7 @@ from trainer.core.schema import HOMO_NODE
 from trainer.sampler.types import RowRequest
 from trainer.service.client import HostClient
 from trainer.service.messages import ServerAddress, Stats
-from waiting import DEADLINE
+from waiting import DEADLINE, stretched
 
 _PORT = 5000
 pytestmark = [pytest.mark.slow, pytest.mark.quiet]
@@ -78,7 +78,7 @@ def test_a_cut_of_five_seconds_loses_nothing(host: Host) -> None:
         time.sleep(5)
         host.restore_network()
         took = [max(future.result(60)) for future in under_way]
-    assert 4 < max(took) < 14
+    assert 4 < max(took) < stretched(14)
     assert client.ask(Stats()).errors == 0
     client.close()
 
@@ -90,6 +90,6 @@ def test_a_vanished_host_is_reported_lost_within_seconds(host: Host) -> None:
     start = time.monotonic()
     with pytest.raises(ServerGone, match="connection lost"):
         gather_wide(client, 3)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < stretched(20)
     host.restore_network()
     client.close()

@@ -26,7 +26,7 @@ from trainer.train.checkpoint import load_checkpoint
 from trainer.train.loaders import loader_settings
 from trainer.train.model import trained_model
 from trainer.train.settings import TrainSettings
-from waiting import wait_until
+from waiting import stretched, wait_until
 
 LONG = 5000  # epochs
 
@@ -181,6 +181,6 @@ def test_a_wrong_key_is_refused_with_one_message(toy: ServingHosts, tmp_path: Pa
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         trainer.connect(key=tmp_path / "wrong.key", deadline=30)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < stretched(10)
     message = str(caught.value)
     assert message.count("admits this key (gnnfleet serve key)") == 1 and "\n" not in message

@@ -17,6 +17,7 @@ from launcher.files import CODE_ROOT
 from launcher.init.request import InitRequest, config_of, split_hosts
 from launcher.run.config_of_options import overrides_of
 from trainer.core.train_config import EarlyStop, Start, TrainConfig
+from waiting import stretched
 
 TWO = "nodes: [a, b]\ndata: {dataset: synthetic}\n"
 Load = Callable[..., ClusterConfig]
@@ -392,7 +393,7 @@ HUGE = {  # config that would exhaust time or memory if nothing limited it → i
 def test_oversized_input_is_refused_within_seconds(load: Load, text: str) -> None:
     began = time.monotonic()
     assert problems(load, text) == [HUGE[text]]
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < stretched(20)
 
 
 def test_a_list_of_trackers_is_short_for_keys(load: Load) -> None:

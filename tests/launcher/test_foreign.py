@@ -26,6 +26,7 @@ from launcher.errors import ConfigError, FleetError
 from launcher.files import CODE_ROOT
 from launcher.run.config_of_options import read_config
 from launcher.run.options import LaunchOptions
+from waiting import stretched
 
 CASES = sorted(path for path in (GOLDEN / "foreign").iterdir() if path.is_dir())
 
@@ -216,7 +217,7 @@ def test_oversized_input_is_refused_within_seconds(tmp_path: Path, text: str) ->
     with pytest.raises(ConfigError) as refused:
         load_config(tmp_path / "hosts", ("data.dataset=synthetic",))
     assert str(refused.value).startswith(f"{tmp_path}/hosts:{HUGE[text]}")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < stretched(20)
 
 
 def test_mistakes_are_reported_with_their_line_in_the_foreign_file(

@@ -23,6 +23,7 @@ from launcher.node.peers.member import ClockOffset, Member
 from launcher.node.peers.model import first_cause, make_cause, received_cause, sentence
 from launcher.node.spec import NodeSpec, RunNode
 from ports import free_port
+from waiting import stretched
 
 IDLE = {
     "state": "training",
@@ -267,7 +268,7 @@ def test_a_member_that_reads_nothing_never_blocks_the_hub(room: Room, monkeypatc
         room.hub.report({**IDLE, "cause": cause})
     for _ in range(20):
         room.turn()
-    assert time.monotonic() - began < 2 and quick.order is not None
+    assert time.monotonic() - began < stretched(2) and quick.order is not None
 
 
 # Clocks

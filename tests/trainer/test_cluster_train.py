@@ -23,7 +23,7 @@ from trainer.core.remote_settings import RemoteAccess
 from trainer.infer.infer import infer
 from trainer.train.job import train
 from trainer.train.settings import InferJob, TrainJob
-from waiting import DEADLINE
+from waiting import DEADLINE, stretched
 
 RUNS: dict[str, dict[str, Any]] = {
     "sage": {},
@@ -136,7 +136,7 @@ def test_a_graph_server_killed_in_mid_epoch_and_not_started_again_ends_every_ran
         nodes[1].server.kill()
         killed = time.monotonic()
         asker, other = finish_all(processes, timeout=DEADLINE)
-        assert time.monotonic() - killed < 60, "the ranks waited for the deadline of 120 s, not for server_wait"
+        assert time.monotonic() - killed < stretched(60), "waited for the deadline of 120 s, not for server_wait"
     assert asker.returncode == other.returncode == 1
     errors = [[line for line in ended.output.splitlines() if "error: " in line] for ended in (asker, other)]
     assert len(errors[0]) == len(errors[1]) == 1, asker.output + other.output

@@ -28,6 +28,7 @@ from trainer.service import remote_graph as gateway_module
 from trainer.service.batch_scheduler import MAX_QUEUED
 from trainer.service.messages import ServerAddress
 from trainer.service.remote_graph import Gateway
+from waiting import stretched
 
 TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
 
@@ -94,7 +95,7 @@ def test_a_lost_home_server_is_replaced_and_used_again_once_back(servers, expect
         servers.stop(0)
         start = time.monotonic()
         got += [next(batches) for _ in range(5)]
-        assert time.monotonic() - start < 25
+        assert time.monotonic() - start < stretched(25)
         assert served(servers, 1) >= 3
         servers.start(0)
         servers.join()
@@ -126,7 +127,7 @@ def test_the_error_names_all_servers_when_none_comes_back(servers):
         start = time.monotonic()
         with pytest.raises(ServiceError) as caught:
             list(batches)
-        assert 1 < time.monotonic() - start < 40
+        assert 1 < time.monotonic() - start < stretched(40)
     lines = str(caught.value).splitlines()
     assert len(lines) == 2
     for number, line in enumerate(sorted(lines)):
@@ -151,7 +152,7 @@ def test_opening_fails_within_its_timeout_and_names_the_server():
     start = time.monotonic()
     with contextlib.closing(Gateway([place], 30.0)) as gateway, pytest.raises(ServiceError) as caught:
         gateway.open(1.0)
-    assert time.monotonic() - start < 25
+    assert time.monotonic() - start < stretched(25)
     assert str(caught.value).startswith(f"graph server of node9 (far) of products at {place.endpoint}, parts 0,2: ")
     assert (caught.value.wait.node_rank, caught.value.wait.server) == (None, place.name)
 
@@ -226,7 +227,7 @@ def test_close_wakes_threads_that_wait_for_a_server(servers):
         start = time.monotonic()
         graph.close()
         thread.join(30)
-        assert time.monotonic() - start < 30 and "the client was closed" in str(raised[0])
+        assert time.monotonic() - start < stretched(30) and "the client was closed" in str(raised[0])
 
 
 def test_a_graph_that_is_dropped_leaves_no_thread(servers):

@@ -27,6 +27,7 @@ from trainer.sampler.local_graph import LocalGraph
 from trainer.service.client import HostClient
 from trainer.service.messages import HelloInfo
 from trainer.service.server import GraphServer
+from waiting import stretched
 
 NUM_NODES, NUM_EDGES, NUM_SEEDS = 400, 6000, 103
 
@@ -300,7 +301,7 @@ def test_a_stuck_thread_is_an_error_at_the_deadline():
         next(ordered_ahead(lambda job: release.wait(20), [1], threads=1, ahead=1, deadline=0.3))
     release.set()
     assert caught.value.wait == Wait("threads", 0.3)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < stretched(15)
 
 
 def test_a_lost_server_fails_the_epoch_with_its_name():

@@ -24,6 +24,7 @@ from trainer.service.messages import BatchRequest, ClientName, ServerAddress
 from trainer.service.server_peers import Peers
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
+from waiting import stretched
 
 NODES = 400
 SETTINGS = SampleSettings({HOMO_EDGE: (5, 3)}, edge_ids=True)
@@ -150,7 +151,7 @@ def test_a_permanently_lost_holder_is_named(site) -> None:
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         graph.sample_hops([request_of(2)])
-    assert 2 < time.monotonic() - start < 25
+    assert 2 < time.monotonic() - start < stretched(25)
     first, cause = str(caught.value).splitlines()
     assert first == "parts 1, 2, 3: no graph server that holds them came back within 2 s (run.server_wait)"
     assert cause.startswith(f"graph server of node1 (h1) at {here.endpoints[1]}, parts 1,2,3: no answer within")
@@ -163,7 +164,7 @@ def test_a_run_starts_without_the_holder_of_replicas(site) -> None:
     with here.server(2):
         start = time.monotonic()
         graph = here.graph()
-        assert time.monotonic() - start < 25
+        assert time.monotonic() - start < stretched(25)
         request = request_of(1)
         assert_same_sample(graph.sample_hops([request])[0], here.whole.sample_hops([request])[0])
 

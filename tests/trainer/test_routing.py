@@ -16,6 +16,7 @@ from trainer.core.errors import ServerGone, ServiceError, Wait
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import RowRequest
+from waiting import stretched
 
 PARTS = 4
 
@@ -157,7 +158,7 @@ def test_without_holders_the_wait_ends_with_their_names() -> None:
     start = time.monotonic()
     with pytest.raises(ServiceError) as caught:
         graph.gather([RowRequest("paper", np.arange(60), ("x",))])
-    assert 0.4 < time.monotonic() - start < 30
+    assert 0.4 < time.monotonic() - start < stretched(30)
     assert caught.value.wait == Wait("server", 0.5, "gather", 1)
     first, *causes = str(caught.value).splitlines()
     assert first == "parts 1, 2, 3: no graph server that holds them came back within 0.5 s (run.server_wait)"

@@ -44,6 +44,7 @@ from trainer.service.service_keys import read_key_file
 from trainer.service.warm_up import warm_up, warm_up_batches
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
+from waiting import stretched
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_two_hosts_encrypted_from_ready_file_to_sigterm(tmp_path, parts) -> None
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
-        assert process.returncode == 0 and time.monotonic() - start < 25
+        assert process.returncode == 0 and time.monotonic() - start < stretched(25)
         assert f"serving parts 1,3 at {endpoint}" in output and "Traceback" not in output
         clients[1].close()
 
@@ -140,7 +141,7 @@ def test_all_unfit_peers_are_named_in_one_message(tmp_path) -> None:
         start = time.monotonic()
         with pytest.raises(ServiceError) as caught:
             connect_cluster(cluster, 0, "a7" * 32, 1)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < stretched(20)
     lines = str(caught.value).splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("manifest.json of node1 (host1) differs: d1d1d1d1d1d1 there, a7a7a7a7a7a7 here")

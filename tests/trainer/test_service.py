@@ -39,7 +39,7 @@ from trainer.service.messages import Hello, Stats
 from trainer.service.stats import resident_bytes
 from trainer.service.stream import MAX_FRAMES, PING
 from trainer.wire.frames import Kind, Message, Status, decode, encode
-from waiting import DEADLINE, wait_until
+from waiting import DEADLINE, stretched, wait_until
 
 NODES = np.array([5, 0, 17, 5, 900], np.int64)
 
@@ -139,7 +139,7 @@ def test_a_failing_handler_answers_at_once_and_the_server_lives(client, attr: st
     start = time.monotonic()
     with pytest.raises(ServiceError, match=rf"node1 \(10.0.0.2\) at tcp://.*, parts 1,3: gather failed: .*{cause}"):
         rows_of(client, NODES, [attr])
-    assert time.monotonic() - start < 4  # the client's deadline is 5 s
+    assert time.monotonic() - start < stretched(4)  # the client's deadline is 5 s
     assert client.greet().result() == INFO and client.ask(Stats()).errors == 1
 
 
@@ -150,7 +150,7 @@ def test_a_slow_request_delays_no_other_and_misses_its_deadline(client) -> None:
     client.deadline = 0.5
     with pytest.raises(ServiceError, match=r"no answer within [\d.]+ s to gather \(connected, but the server is slow"):
         slow.result()
-    assert 0.45 < time.monotonic() - start < 4
+    assert 0.45 < time.monotonic() - start < stretched(4)
     np.testing.assert_array_equal(slow.result(timeout=60)[0]["sleep4"], NODES)
 
 
@@ -160,7 +160,7 @@ def test_an_absent_server_is_an_error_at_the_deadline() -> None:
         with pytest.raises(ServiceError, match=r"node1 \(10.0.0.2\) at tcp.*parts 1,3: .*[\d.]+ s to hello "
                                                r"\(no connection\).*see logs/server.log of node1"):  # fmt: skip
             client.greet().result()
-        assert 0.65 < time.monotonic() - start < 20
+        assert 0.65 < time.monotonic() - start < stretched(20)
 
 
 def test_a_client_waits_for_a_server_that_starts_late() -> None:
@@ -181,7 +181,7 @@ def test_a_killed_server_is_named_by_the_deadline() -> None:
         start = time.monotonic()
         with pytest.raises(ServiceError, match=r"graph server of node1 \(10.0.0.2.*connection lost"):
             pending.result()
-        assert 1.4 < time.monotonic() - start < 20
+        assert 1.4 < time.monotonic() - start < stretched(20)
 
 
 def test_a_restarted_server_answers_requests_in_flight() -> None:
@@ -233,7 +233,7 @@ def test_close_wakes_waiting_threads(client) -> None:
     client.close()
     for thread in threads:
         thread.join(30)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < stretched(3)
     assert len(failures) == 2 and all("was closed" in failure for failure in failures)
     with pytest.raises(ServiceError, match="was closed"):
         client.greet().result()
@@ -385,7 +385,7 @@ def test_encrypted_service_answers_only_the_runs_key() -> None:
                 start = time.monotonic()
                 with pytest.raises(ServiceError, match="node1.*do both nodes have this run's service.key"):
                     client.greet().result()
-                assert time.monotonic() - start < 20
+                assert time.monotonic() - start < stretched(20)
         knows_the_server = replace(other, server=keys.public)
         with pytest.raises((OSError, EOFError)), RawPeer(server.endpoint, knows_the_server) as stranger:
             while True:  # with TLS 1.3 a client sees its refusal with the first answer

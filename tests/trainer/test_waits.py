@@ -25,6 +25,7 @@ from trainer.core.ranks import RankGroup, Ranks, run_store
 from trainer.core.waits import expired_wait, report_error
 from trainer.service.client import HostClient
 from trainer.service.messages import ServerAddress
+from waiting import stretched
 
 WAIT = Wait("server", 12.0, "sample", 3)
 
@@ -149,4 +150,4 @@ def test_a_full_disk_is_no_reason_to_fail(tmp_path: Path) -> None:
     env = {"GNNFLEET_RUN_DIR": str(tmp_path / "absent"), "RANK": "0", "GNNFLEET_SUPERVISOR": "1:1"}
     began = time.monotonic()
     report_error(ServiceError("no answer", wait=WAIT), env)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < stretched(2)

@@ -169,7 +169,7 @@ def _node_outcomes(
     k, result = node.node_rank, results.get(node.node_rank, {})
     reason, cause = result.get("reason", ""), result.get("cause") or {}
     ended = [record["ended"] for record in records if record["ended"]]
-    when = float(cause["t"]) if cause.get("node_rank") == k else min(ended, default=time.time() + offset(k))
+    when = min(ended, default=time.time() + offset(k))
     if k in lost:
         yield Outcome.of_node(k, node.target, lost[k].why, lost[k].when)
     elif result.get("state") == "failed" and not (by_finding or any(record["failed"] for record in records)):

@@ -252,6 +252,10 @@ def check_model(parts: Path | None, **values: Any) -> None:
     help="Task link: targets listed for each source; default: 10, or 0 if there are more than 10 billion pairs.",
 )  # fmt: skip
 @click.option(
+    "--without-held-out", is_flag=True,
+    help="Task link: list only targets that are no links of val and test either, as for use in production.",
+)  # fmt: skip
+@click.option(
     "--pairs", type=_FOLDER,
     help="Task link: CSV file with ids of sources and ids of targets; their scores go to OUT/pairs.csv.",
 )  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 from ports import free_port
 from train_kit import finish_all, infer_words, job, metrics, start_words, write_parts
 from trainer.core.errors import DataError, SettingsError
+from trainer.core.graph_attrs import held_out_links
 from trainer.core.ranks import Ranks
 from trainer.core.schema import EdgeType
 from trainer.graph.open import open_graph
@@ -138,15 +139,17 @@ def arrays(out: Path, role: str, name: str) -> np.ndarray:
     return values[np.argsort(ids)]
 
 
-@pytest.mark.parametrize("name", ["rsage", "sage"])
+@pytest.mark.parametrize(("name", "without"), [("rsage", False), ("sage", False), ("rsage", True)])
 def test_links_are_scored_by_embeddings(
-    name: str, linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, without: bool, linked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_embeddings, "_TARGETS", 37)  # several blocks
     monkeypatch.setattr(link_embeddings, "_SOURCES", 50)
     monkeypatch.setattr(prediction_files, "ROWS_AT_ONCE", 41)
     parts = linked / ("homo" if name == "sage" else "hetero")
-    result = infer(InferJob(linked / name / "checkpoints" / "last.pt", parts, tmp_path, top_k=5), Ranks())
+    given = InferJob(linked / name / "checkpoints" / "last.pt", parts, tmp_path, top_k=5, without_held_out=without)
+    result = infer(given, Ranks())
+    assert ("--without-held-out" in result.files) != without
     ended = metrics(linked / name, "result")[0]
     for metric in ("mrr", "hits@10", "auc"):  # evaluation used all neighbours and all targets
         assert result.metrics["test"][metric] == pytest.approx(ended[f"test_{metric}"], abs=1e-3)
@@ -154,6 +157,10 @@ def test_links_are_scored_by_embeddings(
     of = ("node", "to", "node") if name == "sage" else ("author", "writes", "paper")
     with open_graph(parts) as graph:
         src, dst = graph.access.endpoints(of, np.arange(graph.manifest.edges[of].num_edges))
+        for split in ("val", "test") if without else ():
+            links, _ = held_out_links(graph.store.graph_attrs, of, split)
+            assert links is not None and np.isfinite(scores[links[0], links[1]]).any()
+            scores[links[0], links[1]] = -np.inf
     scores[src, dst] = -np.inf
     if name == "sage":
         np.fill_diagonal(scores, -np.inf)

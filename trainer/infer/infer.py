@@ -125,6 +125,8 @@ def _infer(
     if lists and isinstance(model, LinkModel) and not is_link_types(target) and not isinstance(target, str):
         if job.pairs is not None:
             raise SettingsError(f"pairs: {target[0]} is a task table; the best targets of each of its rows are listed")
+        if job.without_held_out:
+            raise SettingsError(f"--without-held-out: {target[0]} is a task table, whose lists may have any target")
         files = write_list_predictions(
             job.out, graph, model, target, settings, job.top_k, parquet, layout, scratch, group
         )
@@ -148,9 +150,9 @@ def _infer(
     forward = [each for each in links if not each.backward]
     count = number_of_targets(graph, forward, job.top_k)
     if is_link_types(target):
-        files = write_typed_predictions(job.out, graph, model, rows, forward, count, parquet)
+        files = write_typed_predictions(job.out, graph, model, rows, forward, count, job.without_held_out, parquet)
     else:
-        files = write_link_predictions(job.out, graph, links[0], count, parquet)
+        files = write_link_predictions(job.out, graph, links[0], count, job.without_held_out, parquet)
     if job.pairs is not None:
         write_pair_scores(job.out, graph, forward, job.pairs, parquet)
         files += f"; the scores of the given pairs are in {job.out}/pairs.csv"

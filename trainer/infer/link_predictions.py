@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trainer.core.batch import LinkEnds
-from trainer.core.graph_attrs import key_attr
+from trainer.core.graph_attrs import held_out_links, key_attr
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, is_link_types, type_name
 from trainer.graph.open import Graph
@@ -130,28 +130,31 @@ def timed_metrics(
     return {split: dict(evaluate(model, task, loader, group).metrics) for split, loader in loaders.items()}
 
 
-def write_link_predictions(out: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:
+def write_link_predictions(
+    out: Path, graph: Graph, links: LinkEmbeddings, count: int, held_out: bool, parquet: bool
+) -> str:  # fmt: skip
     """Write ``source/part<p>/embedding.npy`` and ``target/part<p>/embedding.npy``, float32 [nodes of the part, width].
 
     If ``count`` is not 0, also writes the ``count`` best targets of each source: the table
     ``source/part<p>/predictions.csv``, and the arrays of ``LinkEmbeddings.best_targets`` as ``targets.npy`` and
-    ``scores.npy`` beside it. Returns a sentence for the user on what was written. Collective.
+    ``scores.npy`` beside it. ``held_out``: leave out the links held out for val and test, too. Returns a sentence for
+    the user on what was written. Collective.
     """
     source, _, target = links.edge_type
     for role, of, rows in (("source", source, links.source), ("target", target, links.target)):
         array = OutputArray("embedding", rows.values.shape[1], "float32")
         write_array(out / role, graph, of, rows, array, links.group)
-    table = _write_best(out / "source", graph, links, count, parquet) if count else ""
+    table = _write_best(out / "source", graph, links, count, held_out, parquet) if count else ""
     links.group.barrier()
     text = f"embeddings: {out}/source/part*/embedding.npy and {out}/target, ids in id.npy beside them"
     if not count:
         return f"{text}\n--top-k 10 also lists the best targets of each source"
-    return f"the {count} best new targets of each source: {table}\n{text}"
+    return f"the {count} best new targets of each source{_kept(graph, [links], held_out)}: {table}\n{text}"
 
 
 def write_typed_predictions(
     out: Path, graph: Graph, model: LinkModel, rows: LayerResults, links: Sequence[LinkEmbeddings], count: int,
-    parquet: bool,
+    held_out: bool, parquet: bool,
 ) -> str:  # fmt: skip
     """Write predictions of several edge types, as ``write_link_predictions`` does for one. Collective.
 
@@ -169,17 +172,27 @@ def write_typed_predictions(
         (out / "relations.csv").write_text(f"relation,edge_type\n{names}")
     for each in links if count else ():
         most = min(count, graph.manifest.nodes[each.ends[1]].num_nodes)
-        tables.append(_write_best(out / type_name(each.edge_type), graph, each, most, parquet))
+        tables.append(_write_best(out / type_name(each.edge_type), graph, each, most, held_out, parquet))
     group.barrier()
     text = f"embeddings: {out}/{links[0].ends[0]}/part*/embedding.npy, ids in id.npy beside them"
     if not count:
         return f"{text}\n--top-k 10 also lists the best targets of each source and edge type"
-    return f"the {count} best new targets of each source: {tables[0]}, and so for each edge type\n{text}"
+    kept = _kept(graph, links, held_out)
+    return f"the {count} best new targets of each source{kept}: {tables[0]}, and so for each edge type\n{text}"
 
 
-def _write_best(folder: Path, graph: Graph, links: LinkEmbeddings, count: int, parquet: bool) -> str:
+def _kept(graph: Graph, links: Sequence[LinkEmbeddings], held_out: bool) -> str:
+    """Say that lists have links which exist, but were held out, if so."""
+    attrs, splits = graph.store.graph_attrs, ("val", "test")
+    some = any(held_out_links(attrs, each.edge_type, of)[0] is not None for each in links for of in splits)
+    return ", with links of val and test (--without-held-out leaves them out)" if some and not held_out else ""
+
+
+def _write_best(
+    folder: Path, graph: Graph, links: LinkEmbeddings, count: int, held_out: bool, parquet: bool
+) -> str:  # fmt: skip
     """Write the ``count`` best targets of each source to ``folder``, and return the path of the table of all parts."""
-    best, scores = (LayerRows(links.source.shares, each) for each in links.best_targets(count))
+    best, scores = (LayerRows(links.source.shares, each) for each in links.best_targets(count, held_out))
     return write_best(folder, graph, links.ends, best, scores, parquet, links.group)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.core.arrays import Array, Ids
 from trainer.core.compiled import njit
+from trainer.core.graph_attrs import held_out_links
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, link_types
 from trainer.graph.open import Graph
@@ -137,15 +138,10 @@ class LinkEmbeddings:
         order = order[np.isin(rows[order], sources)]
         place, targets, counts = np.searchsorted(sources, rows[order]), targets[order], counts[order]
         own = self.queries(torch.from_numpy(np.asarray(self.source.values)[sources]).double())
-        _, hidden, hidden_targets = self._own(seen)
+        left_out = self._left_out(seen, not self.loops and among is None, among)
 
         def marked(block: Ids) -> tuple[Ids, Ids]:
-            linked, to = self._linked(block, not self.loops and among is None, among)
-            inside = (hidden_targets >= block[0]) & (hidden_targets <= block[-1]) & (among is None)
-            linked, to = (
-                np.concatenate([linked, hidden[inside]]),
-                np.concatenate([to, hidden_targets[inside] - block[0]]),
-            )
+            linked, to = left_out(block)
             at = np.searchsorted(sources, linked)
             kept = sources[np.minimum(at, len(sources) - 1)] == linked if len(sources) else np.zeros(len(at), np.bool_)
             return at[kept], to[kept]
@@ -162,18 +158,32 @@ class LinkEmbeddings:
         mine = np.flatnonzero(self.source.shares.owners(src) == self.group.rank)
         return mine, self.source.shares.rows(src[mine]), self.graph.store.to_global(target, pairs[1][mine])
 
-    def best_targets(self, count: int) -> tuple[Array, Array]:
+    def best_targets(self, count: int, held_out: bool = False) -> tuple[Array, Array]:
         """Return the ``count`` targets with the highest scores, best first, of each source that this rank owns.
 
         Returns the original ids of the targets, int64 [own sources, count], and their scores, float32. The id is -1
         where a source has fewer targets. Of equal scores, the target that comes first in the parts is better. Edges of
-        the graph, and pairs of a node with itself, are left out.
+        the graph, pairs of a node with itself and, with ``held_out``, the links held out for val and test are left out.
         """
         own = torch.from_numpy(np.asarray(self.source.values))
         own = own if self.decoder is None else self.queries(own)
         num_targets = self.graph.manifest.nodes[self.ends[1]].num_nodes
-        ids, best = best_targets(own, self.target, num_targets, count, self._linked, self)
+        attrs = self.graph.store.graph_attrs
+        splits = [held_out_links(attrs, self.edge_type, split)[0] for split in ("val", "test") if held_out]
+        seen = np.concatenate([np.empty((2, 0), np.int64), *(links for links in splits if links is not None)], axis=1)
+        ids, best = best_targets(own, self.target, num_targets, count, self._left_out(seen), self)
         return original_ids(self.graph, self.ends[1], ids), best
+
+    def _left_out(self, seen: Ids, itself: bool = True, among: EdgeType | None = None) -> Marked:
+        """Return a function like ``_linked`` that, unless there is ``among``, adds the pairs in ``seen``."""
+        _, rows, targets = self._own(seen)
+
+        def marked(block: Ids) -> tuple[Ids, Ids]:
+            linked, to = self._linked(block, itself, among)
+            inside = (targets >= block[0]) & (targets <= block[-1]) & (among is None)
+            return np.concatenate([linked, rows[inside]]), np.concatenate([to, targets[inside] - block[0]])
+
+        return marked
 
     def _linked(self, targets: Ids, itself: bool = True, of: EdgeType | None = None) -> tuple[Ids, Ids]:
         """Return the edges from this rank's sources to ``targets``, consecutive global ids.

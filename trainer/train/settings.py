@@ -105,6 +105,7 @@ class InferJob:
     timeout: float = 120.0  #: seconds that a wait for another process may take
     digests: bool = True
     top_k: int | None = None  #: task link: targets listed per source; None: 10, or 0 if there are very many pairs
+    without_held_out: bool = False  #: task link: links held out for val and test are not listed
     pairs: Path | None = None  #: task link: CSV file of pairs to score
     parquet: bool | None = None  #: also write Parquet files; None: if DuckDB is installed
     probabilities: bool = False  #: task classification: a column for the probability of each class

@@ -82,7 +82,7 @@ def test_own_model_trains(
     val, test = re.findall(r"(?:val|test) accuracy (0\.\d+)", capsys.readouterr().out)
     assert float(val) > 0.5 and float(test) > 0.5
     assert set(torch.load("output/model.pt")) == set(sys.modules["models"].MyGNN(64, 32, 5, 2).state_dict())
-    run_script(long_form, ["--parts", "parts/toy", "--epochs", "2"], monkeypatch)
+    run_script(long_form, ["--parts", "toy", "--epochs", "2"], monkeypatch)
     assert len(re.findall(r"val accuracy (0\.\d+)", capsys.readouterr().out)) == 2
     names: dict[str, object] = {}
     exec(trimmed, names)
@@ -91,7 +91,7 @@ def test_own_model_trains(
     train = yaml.safe_load(blocks("own_model.md", "yaml")[0])["train"]
     words = ["--model", train["model"], "--model-args", json.dumps(train["model_args"]), "--fanouts", "10,5"]
     words += ["--hidden", "32", "--epochs", "2", "--batch-size", "256", "--run-dir", "runs/RUN"]
-    done = CliRunner().invoke(cli, ["train", "--parts", "parts/toy", *words])
+    done = CliRunner().invoke(cli, ["train", "--parts", "toy", *words])
     assert done.exit_code == 0, f"{done.output}{done.exception or ''}"
     names = {"x": torch.randn(3, 64), "edge_index": torch.tensor([[0, 1], [1, 2]])}
     exec(load, names)
@@ -113,7 +113,7 @@ def test_the_short_script_runs_under_torchrun_and_under_the_launcher(inside: Pat
     (inside / "train_own.py").write_text(script)
     assert partition(*typed_words("own_model.md", "python", "-m", "trainer", "partition"))[0] == 0
     assert re.search(r"^val accuracy 0\.\d+, test accuracy 0\.\d+$", under_torchrun("train_own.py", 3), re.MULTILINE)
-    config = local_config(inside, [1, 2], data={"folder": "cluster_parts"})
+    config = local_config(inside, [1, 2])
     done = launch(config, "--", "python", "train_own.py")
     assert done.status == 0, done.output
     assert [line["epoch"] for line in done.metrics("eval")] == [1, 2, 3, 4, 5]

@@ -27,6 +27,7 @@ from launcher.yaml_tree import (
     is_count,
     shortened,
 )
+from trainer.core.train_config import Named
 
 KeyPath = tuple[str | int, ...]  #: path of a key in the config, as ("nodes", 0, "procs")
 
@@ -299,7 +300,7 @@ def has_keys(kind: Any) -> bool:
 def short_form(kind: Any, tree: Tree) -> Tree:
     """Return the section or mapping of type ``kind`` for which a value is short; other values as they are.
 
-    A value of the first key, as ``{patience: 3}`` for ``3``; that of a mapping to values of any type is ``name``.
+    A value of the first key, as ``{patience: 3}`` for ``3``; that of a mapping of type ``Named`` is ``name``.
     For a mapping of options by name, a name or a list of names, as ``{wandb: {}}`` for ``[wandb]``.
     """
     if get_origin(kind) is Mapping and get_origin(get_args(kind)[1]) is Mapping:
@@ -309,7 +310,7 @@ def short_form(kind: Any, tree: Tree) -> Tree:
         if isinstance(tree, Section) or len(texts) < len(names):
             return tree
         return Section(tree.origin, texts, dict.fromkeys(texts, tree.origin))
-    if not isinstance(tree, Scalar) or tree.empty or get_origin(kind) is Mapping and get_args(kind)[1] is not Any:
+    if not isinstance(tree, Scalar) or tree.empty or get_origin(kind) is Mapping and kind != Named:
         return tree
     name = settings(kind)[0].name if isinstance(kind, type) and is_dataclass(kind) else "name"
     return Section(tree.origin, {name: tree}, {name: tree.origin})

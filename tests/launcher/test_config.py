@@ -215,6 +215,16 @@ MISTAKES = {
         "4: train.weight_decay: Rprop has none",
         "5: train.optimizer.etas: expected two numbers, found [0.5, 1.2, 3]",
     ],
+    TWO + "train:\n  optimizer: {name: Adam, eps: -1, betas: [0.9, 1]}\n": [
+        "4: train.optimizer.eps: expected at least 0, found -1",
+        "4: train.optimizer.betas: expected two numbers of at least 0 and below 1, found [0.9, 1]",
+    ],
+    TWO + "train: {optimizer: {name: SGD, nesterov: true, momentum: 0}}\n": [
+        "3: train.optimizer.nesterov: needs a momentum above 0, and no dampening"
+    ],
+    TWO + "train: {model: torch_geometric.nn.GCN, model_args: x}\n": [
+        "3: train.model_args: expected a section of keys, found the text `x`"
+    ],
     TWO + "train: {schedule: cosin}\n": [
         "3: train.schedule.name: expected one of constant, cosine, step, plateau, one-cycle, found the text `cosin`; "
         "did you mean `cosine`?"

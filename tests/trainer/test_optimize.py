@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.errors import SettingsError
-from trainer.core.train_config import OPTIMIZERS
+from trainer.core.train_config import OPTIMIZERS, TrainConfig, problems
 from trainer.train import optimize
 from trainer.train.optimize import optimizer_of
 from trainer.train.settings import TrainSettings
@@ -84,12 +85,36 @@ def test_the_launcher_knows_every_optimizer_and_its_arguments() -> None:
         torch.testing.assert_close(steps(optimizer_of(ours, settings), ours, 3), stepped, msg=name)
 
 
+#: Values of arguments that some optimizers refuse.
+NUMBERS = {name: [-0.1, math.nan, 0.0, 1.1] for name in "eps rho momentum_decay lr_decay alpha".split()}
+TRIED = NUMBERS | {
+    "momentum": [-0.1, 0.0, 1.1],
+    "initial_accumulator_value": [-0.1, 0.0],
+    "betas": [(0.9, 1.0), (-0.1, 0.9), (0.0, 0.99), (math.nan, 0.9)],
+    "etas": [(0.5, 1.2), (0.0, 1.2), (0.5, 1.0)],
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_arguments_out_of_range_are_problems_of_the_settings(name: str) -> None:
+    for argument, value in [(key, value) for key in OPTIMIZERS[name].split() for value in TRIED.get(key, [])]:
+        if (name, argument) == ("ASGD", "alpha"):
+            continue  # torch accepts a negative one, with which the rate grows
+        found = [*problems(TrainConfig(optimizer={"name": name, argument: value}, weight_decay=0.0))]
+        try:
+            getattr(torch.optim, name)(weights_of(0), **{argument: value})
+        except ValueError:
+            assert [problem.place for problem in found] == [("optimizer", argument)], value
+        else:
+            assert not found, (argument, value)
+
+
 @pytest.mark.parametrize(
     "optimizer,message",
     [
         ("Adm", "optimizer: there is no optimizer of torch.optim 'Adm'; did you mean Adam?"),
         ({"name": "SGD", "betas": [0.9, 0.99]}, "optimizer: SGD has no argument 'betas'; it has momentum, "),
-        ({"name": "AdamW", "betas": [0.9, 1.5]}, "optimizer AdamW: Invalid beta parameter at index 1: 1.5"),
+        ({"name": "AdamW", "betas": [0.9, 1.5]}, "optimizer.betas: expected two numbers of at least 0 and "),
         ({"name": "Rprop"}, "weight_decay: Rprop has none"),
     ],
 )

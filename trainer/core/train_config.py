@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from trainer.core.fields import ANY, CONTROLS, WORD, Form, setting
@@ -206,6 +206,10 @@ class Start:
     )
 
 
+#: One of several kinds with its arguments; a word is short for ``{name: word}``.
+Named: TypeAlias = Mapping[Literal["name"] | str, Any]
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Settings of the bundled trainer; each is passed as one flag of `python -m trainer train`."""
@@ -339,7 +343,7 @@ class TrainConfig:
     )
     epochs: int = setting("Total passes over the train seeds, including those before `resume`.", 10, at_least=1)
     lr: float = setting("Learning rate.", 0.004, above=0)
-    optimizer: Mapping[str, Any] | None = setting(
+    optimizer: Named | None = setting(
         "Optimizer of torch.optim with its arguments, as `AdamW` or `{name: SGD, momentum: 0.9}`; `lr` and "
         "`weight_decay` are keys of their own. Default: Adam.",
         None,
@@ -576,6 +580,16 @@ _PAIRS, _FLAGS = (
     ("betas", "etas", "step_sizes"),
     ("amsgrad", "centered", "decoupled_weight_decay", "maximize", "nesterov"),
 )
+#: Arguments of optimizers that must be in a range -> the range, and whether a number, or two, are in it.
+_RANGES: Mapping[str, tuple[str, Callable[..., bool]]] = {
+    **dict.fromkeys(
+        "eps momentum momentum_decay lr_decay initial_accumulator_value alpha".split(),
+        ("at least 0", lambda value: value >= 0),
+    ),
+    "rho": ("a number from 0 to 1", lambda rho: 0 <= rho <= 1),
+    "betas": ("two numbers of at least 0 and below 1", lambda first, second: 0 <= first < 1 and 0 <= second < 1),
+    "etas": ("one number above 0 and below 1, and one above 1", lambda less, more: 0 < less < 1 < more),
+}
 
 
 def _of_optimizer(train: TrainConfig) -> Iterator[Problem]:
@@ -599,6 +613,11 @@ def _of_optimizer(train: TrainConfig) -> Iterator[Problem]:
             yield Problem(place, f"{name} has no argument {reprlib.repr(key)}; it has {', '.join(known)}")
         elif key != "name" and not (fits and len(pair) == 1 + (key in _PAIRS)):
             yield Problem((*place, key), f"expected {kind}, found {reprlib.repr(value)}")
+        elif key in _RANGES and not _RANGES[key][1](*pair):
+            yield Problem((*place, key), f"expected {_RANGES[key][0]}, found {reprlib.repr(value)}")
+    given = train.optimizer.get
+    if "nesterov" in known and given("nesterov") and (not given("momentum") or given("dampening")):
+        yield Problem((*place, "nesterov"), "needs a momentum above 0, and no dampening")
     if name == "Rprop" and train.weight_decay:
         yield Problem(("weight_decay",), "Rprop has none", place)
 

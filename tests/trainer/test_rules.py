@@ -324,6 +324,10 @@ def test_visits_of_a_metapath_are_nodes_of_its_first_type():
     [
         (lambda g: DistPPRLoader(g, 5, alpha=1.5), "alpha 1.5 and eps 0.0001; both must be above 0 and below 1"),
         (lambda g: DistPPRLoader(g, 5, eps=1e-9), "a seed could look at 7e+09 edges; use a larger eps"),
+        (lambda g: DistPPRLoader(g, 5, alpha="x"), "ppr: alpha must be a number, not 'x'"),
+        (lambda g: DistPPRLoader(g, 5, direction="inn"), "ppr: direction must be in, out, both or None, not 'inn'"),
+        (lambda g: DistWalkLoader(g, 5, length=2.5), "walks: length must be a whole number, not 2.5"),
+        (lambda g: DistPPRLoader(g, []), "k is empty; give the number of neighbours of each layer"),
         (lambda g: DistPPRLoader(g, 0), "k must be a whole number of at least 1"),
         (lambda g: DistPPRLoader(g, 5, weight_attr="cost"), "no edge type has the weight attribute 'cost'"),
         (lambda g: DistPPRLoader(g, 5, output="rows"), "expected one of edges, subgraph, tokens"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from trainer.loader.neighbor_loader import NodeLoader
 from trainer.loader.node_seeds import node_inputs
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds
-from trainer.sampler.rule_types import PPR, Rule, Walks
+from trainer.sampler.rule_types import PPR, Direction, Rule, Walks
 from trainer.sampler.rules import check_rule, rule_edges
 from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch
@@ -43,6 +43,8 @@ class RuleLoader(NodeLoader):
             raise SettingsError(f"output {output!r}; expected one of {', '.join(OUTPUTS)}")
         graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)
         per_layer = tuple(whole_number("k", each, 1) for each in (k if isinstance(k, Sequence) else [k]))
+        if not per_layer:
+            raise SettingsError("k is empty; give the number of neighbours of each layer")
         self._kind, targets = output, tuple(node_inputs(graph, input_nodes).of)
         check_rule(graph.manifest, rule, targets)
         settings = SampleSettings(
@@ -164,7 +166,7 @@ class DistPPRLoader(RuleLoader):
     def __init__(
         self, data: Any, k: int | Sequence[int] = 64, input_nodes: Any = None, input_time: Any = None, *,
         alpha: float = 0.15, eps: float = 1e-4, edge_types: Sequence[EdgeType] | None = None,
-        direction: Literal["in", "out", "both"] | None = None,
+        direction: Direction | None = None,
         weight_attr: str | None = None, time_attr: str | None = None, loops: bool = False, output: str = "edges",
         transform: Callable[[Any], Any] | None = None, attrs: AttrNames | None = None, seed: int | None = None,
         threads: int | None = None, prefetch: int | None = None, deadline: float = 120.0, rank: int | None = None,

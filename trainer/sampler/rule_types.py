@@ -8,6 +8,8 @@ import msgspec
 
 from trainer.core.schema import EdgeType
 
+Direction: TypeAlias = Literal["in", "out", "both"]
+
 
 class PPR(msgspec.Struct, frozen=True, tag="ppr"):
     """The rule that neighbours are the nodes with the highest personalised PageRank.
@@ -22,7 +24,7 @@ class PPR(msgspec.Struct, frozen=True, tag="ppr"):
     edge_types: tuple[EdgeType, ...] = ()  #: edges that the walk follows; empty: all
     #: ``in``: follow edges from target to source, ``out``: from source to target, along reverse edges of the graph;
     #: None: all of ``edge_types`` from target to source, reverse edges among them
-    direction: Literal["in", "out", "both"] | None = None
+    direction: Direction | None = None
     loops: bool = False  #: whether the seed, usually of the highest score, is one of its own neighbours
 
     name: ClassVar = "ppr"

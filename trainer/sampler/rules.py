@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import get_args
 
 import msgspec
 
 from trainer.core.errors import SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, reverse_type, types_with_messages
-from trainer.sampler.rule_types import PPR, Rule, Walks
+from trainer.sampler.rule_types import PPR, Direction, Rule, Walks
 from trainer.sampler.types import GraphSchema, SampleSettings
 from trainer.store.manifest import EdgeSpec, NodeSpec
 
@@ -88,7 +90,14 @@ def check_rule(schema: GraphSchema, rule: Rule, targets: Collection[NodeType]) -
     asked = rule.edge_types if isinstance(rule, PPR) else rule.metapath
     if unknown := [of for of in asked if of not in schema.edges]:
         raise SettingsError(f"{rule.name}: the graph has no edge type {unknown[0]}; it has {list(schema.edges)}")
+    for kind, names in ((Real, ("alpha", "eps", "restart")), (Integral, ("num_walks", "length"))):
+        for name in names:
+            if not isinstance(value := getattr(rule, name, 1), kind):
+                what = "a number" if kind is Real else "a whole number"
+                raise SettingsError(f"{rule.name}: {name} must be {what}, not {value!r}")
     if isinstance(rule, PPR):
+        if rule.direction not in (None, *get_args(Direction)):
+            raise SettingsError(f"ppr: direction must be in, out, both or None, not {rule.direction!r}")
         if not 0 < rule.alpha < 1 or not 0 < rule.eps < 1:
             raise SettingsError(f"ppr: alpha {rule.alpha:g} and eps {rule.eps:g}; both must be above 0 and below 1")
         if rule.alpha * rule.eps < LEAST_PUSH:

@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import math
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
@@ -78,7 +79,7 @@ def test_nan_in_parquet_is_filled_before_features_are_standardized(folder: Path)
 )
 def test_nan_in_parquet_is_refused(folder: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        graph_of(folder, keys)
+        graph_of(folder, keys, num_classes=4)
 
 
 def test_nan_in_parquet_is_no_label_and_no_category(folder: Path) -> None:
@@ -91,7 +92,7 @@ def test_nan_in_parquet_is_no_label_and_no_category(folder: Path) -> None:
 def test_a_nan_label_in_a_split_is_refused(folder: Path) -> None:
     sql(f"COPY (SELECT *, 'train' AS fold FROM '{NAN_PARQUET}') TO '{folder}/n.parquet'")
     with pytest.raises(DataError, match=r"row 2: v is 'nan' \(1 such rows\), but fold has a value"):
-        graph_of(folder, {"label": "v", "split": "fold"})
+        graph_of(folder, {"label": "v", "split": "fold"}, num_classes=4)
 
 
 def test_nan_weights_and_ends_of_edges(folder: Path) -> None:
@@ -202,7 +203,7 @@ def numbers(role: str, fill: float | None = None) -> Callable[[Scan, str], Array
 
 def label(as_numbers: bool) -> Callable[[Scan, str], ArrayColumn]:
     def read(scan: Scan, column: str) -> ArrayColumn:
-        found = columns.class_sql(scan, column, as_numbers)
+        found = columns.class_sql(scan, column, 0 if as_numbers else None, 1 << 20)
         if found is None:
             return codes(scan, column)
         return ArrayColumn("v", [found[0]], np.dtype(np.int64 if found[1] else np.float32))
@@ -445,6 +446,9 @@ CSV: dict[str, tuple[str | bytes, dict[str, Any], list[str] | str]] = {
     "one name twice": (NODES.replace("x", "NAME"), {}, "called 'name' and 'NAME', which is the same name"),
     "an unused name twice": (NODES.replace(",", ",y,"), {}, READ),
     "no header": (NODES.split("\n", 1)[1], {}, r"'id' is not a column.*first line of n\.csv seems to contain values"),
+    "no header, and no column": (
+        NODES.split("\n", 1)[1], {"id": "rowid", "categories": None}, r"first line of .*n\.csv seems to contain values",
+    ),
     "empty": ("", {}, r"n\.csv is empty, or damaged; expected a line of column names"),
     "a column called rowid": (NODES.replace("name", "rowid"), {"categories": ["rowid"]}, "cannot be called 'rowid'"),
     "bars": (NODES.replace(",", "|"), {}, READ),
@@ -488,3 +492,44 @@ def test_formats_of_all_tables_and_wrong_ones(tmp_path: Path) -> None:
     for wrong in ({"encoding": "latin-1000"}, {"encoding": "base64"}, {"delimiter": ", "}, {"null_values": [["x"]]}):
         with pytest.raises(DataError, match=f"nodes.n.{next(iter(wrong))} must be"):
             load(tmp_path, options | wrong, tmp_path / f"work{wrong}")
+
+
+# --- labels and names ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rest,message", [
+    ({}, r"n\.csv, row 2: y is '2000000' \(1 such rows\); with classes from 0, nodes\.n can have at most 3; renumber"),
+    ({"num_classes": 2}, r"n\.csv, row 2: y is '2000000' \(1 such rows\); option num_classes says .* nodes\.n is 1"),
+])  # fmt: skip
+def test_a_class_beyond_the_number_of_nodes_names_its_row(tmp_path: Path, rest: dict[str, int], message: str) -> None:
+    write(tmp_path, n__csv="id,y\n7,0\n8,2000000\n9,NaN\n")
+    with pytest.raises(DataError, match=message):
+        graph_of(tmp_path, {"label": "y"}, **rest)
+
+
+def test_a_class_of_edges_that_is_too_large_names_its_row(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id\n7\n8\n9\n", e2__csv="s,t,y\n7,8,0\n8,9,1048576\n")
+    with pytest.raises(DataError, match=r"e2\.csv, row 2: y is '1048576' .* edges\.n__e__n can have at most 1,048,576"):
+        graph_of(tmp_path, {}, {"files": "e2.csv", "label": "y"})
+
+
+@pytest.mark.parametrize("name", ["qx", "QX"])
+def test_two_columns_of_one_name_in_a_parquet_file(tmp_path: Path, name: str) -> None:
+    sql(
+        "COPY (SELECT id, {'a': 1, 'b': id} AS s, id + 1.5 AS qx, id + 2.5 AS qy FROM (VALUES (7), (8), (9)) v(id)) "
+        f"TO '{tmp_path}/n.parquet'"
+    )
+    path = tmp_path / "n.parquet"  # as pyarrow writes it, and DuckDB does not
+    path.write_bytes(path.read_bytes().replace(b"qy", name.encode()))
+    with pytest.raises(DataError, match=r"n\.parquet: two columns are called 'qx'.*; rename one of them"):
+        graph_of(tmp_path, {"features": ["qx"]})
+    shutil.rmtree(tmp_path / "work")
+    assert graph_of(tmp_path, {"features": ["id"]}).nodes["node"].attrs["x"].tolist() == [[7], [8], [9]]
+
+
+@pytest.mark.parametrize("column", ["train_idx", "merchant_idx", "train_mask", "is mask"])
+@pytest.mark.parametrize("key", ["categories", "attributes"])
+def test_a_column_with_the_name_of_a_split_is_no_split(tmp_path: Path, column: str, key: str) -> None:
+    write(tmp_path, n__csv=f"id,{column}\n7,0\n8,1\n9,0\n")
+    with pytest.raises(DataError, match=rf"nodes\.n: a column of .* cannot be called '{column}': .* Rename it"):
+        graph_of(tmp_path, {key: [column]})

@@ -50,7 +50,7 @@ def shop(folder: Path, amounts: np.ndarray = AMOUNT, num_parts: int = 2, **task:
     y[7] = ""
     split = ["train", "val", "test"]
     given = [split[min(2, max(0, (at // DAY - 180) // 60 + 1))] if y[k] else "" for k, at in enumerate(AT)]
-    write(folder / "spent.csv", ["who", "at", "spent", "fold"], ids[ABOUT], AT, y, given)
+    write(folder / "spent.csv", ["who_idx", "at", "spent", "fold"], ids[ABOUT], AT, y, given)
     options: dict[str, Any] = {
         "nodes": {
             "customer": {"files": "customers.csv", "id": "id", "features": ["age"], "standardize": True},
@@ -59,7 +59,7 @@ def shop(folder: Path, amounts: np.ndarray = AMOUNT, num_parts: int = 2, **task:
         "edges": {"customer__places__order": {"files": "orders.csv", "source": "buyer", "target": "id"}},
         "tasks": {
             "spent": {
-                "table": "spent.csv", "entity": "customer", "id": "who", "time": "at", "label": "spent",
+                "table": "spent.csv", "entity": "customer", "id": "who_idx", "time": "at", "label": "spent",
                 "split": "fold",
                 **task,
             }
@@ -117,7 +117,9 @@ def test_the_curve_is_that_of_one_rank_and_rows_come_back_under_their_keys(tmp_p
     assert result.metrics["test"]["mae"] == pytest.approx(line["test_mae"], rel=1e-5)
     with (tmp_path / "out" / "predictions.csv").open() as file:
         rows = sorted(csv.DictReader(file), key=lambda row: int(row["row"]))
-    assert [(row["who"], int(row["at"])) for row in rows] == [(f"c{c}", at) for c, at in zip(ABOUT, AT, strict=True)]
+    assert [(row["who_idx"], int(row["at"])) for row in rows] == [
+        (f"c{c}", at) for c, at in zip(ABOUT, AT, strict=True)
+    ]
     assert len({row["prediction"] for row in rows}) > 20
 
 
@@ -157,7 +159,10 @@ def test_splits_begin_at_given_times(tmp_path: Path) -> None:
     ("task", "message"),
     [
         ({"entity": "customr"}, "tasks.spent.entity: option nodes has no table 'customr'; did you mean 'customer'"),
-        ({"entity": "order"}, r"spent.csv, row 1: who is .c28., which is not in column 'id' of nodes.order \(240 such"),
+        (
+            {"entity": "order"},
+            r"spent.csv, row 1: who_idx is .c28., which is not in column 'id' of nodes.order \(240 such",
+        ),
         ({"split": {"val_time": 5, "test_time": 5}}, "val_time must be before test_time"),
         ({"split": {"val_time": "soon", "test_time": 5}}, "val_time must be a date or timestamp"),
         ({"time": None, "split": {"val_time": 1, "test_time": 5}}, "val_time and test_time need the key time"),

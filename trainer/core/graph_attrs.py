@@ -39,7 +39,7 @@ def attr_name(column: str) -> str:
 
 def key_attr(column: str) -> str:
     """Return the attribute with a column of the key of a task table's rows."""
-    return f"key_{attr_name(column)}"
+    return re.sub("_(idx|mask)$", r"_\1_", f"key_{attr_name(column)}")  # as which it would be the nodes of a split
 
 
 def encode_texts(texts: Sequence[str], width: int | None = None) -> npt.NDArray[np.uint8]:

@@ -16,15 +16,13 @@ from trainer.core.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_
 from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
 from trainer.data.edges import first_outside
 from trainer.data.hold_out import hold_out_given
-from trainer.data.options import SourceOptions
+from trainer.data.options import MOST_CLASSES, SourceOptions
 from trainer.data.raw_arrays import EDGE_NAMES, RawArray, RawArrays, RawGraph, link_arrays, sort_arrays, split_prefix
 from trainer.data.undirected import both_ways
 from trainer.data.work_arrays import mapped_file, slices
 from trainer.store.manifest import NAME_PATTERN, RESERVED_ATTRS
 
 _SPLIT_NAMES = {"valid": "val", "validation": "val"}  #: aliases of split names
-
-_MOST_CLASSES = 1 << 20
 
 _NOT_CLASSES = "option num_classes=0 keeps y as numbers that are not class labels"
 
@@ -76,9 +74,9 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
 
 
 def _check_options(raw: RawGraph, options: SourceOptions) -> None:
-    if options.num_classes is not None and not 0 <= options.num_classes <= _MOST_CLASSES:
+    if options.num_classes is not None and not 0 <= options.num_classes <= MOST_CLASSES:
         raise DataError(
-            f"{raw.name}: option num_classes must be from 0 to {_MOST_CLASSES}, not {options.num_classes}; "
+            f"{raw.name}: option num_classes must be from 0 to {MOST_CLASSES}, not {options.num_classes}; "
             "it is the width of the model's last layer"
         )
     if options.hetero is not None and options.hetero != raw.hetero:
@@ -304,8 +302,8 @@ def _edge_classes(of: EdgeType, data: EdgeData, where: str) -> Array:
         if int(y[piece].min()) < -1:
             raise DataError(f"{where}: labels y of the edges {type_name(of)}: classes start at 0, -1 means no label")
         most = max(most, int(y[piece].max()))
-    if most >= _MOST_CLASSES:
-        raise DataError(f"{where}: labels y of the edges {type_name(of)}: {most} is more than {_MOST_CLASSES} classes")
+    if most >= MOST_CLASSES:
+        raise DataError(f"{where}: labels y of the edges {type_name(of)}: {most} is more than {MOST_CLASSES} classes")
     return np.array([most + 1], np.int64)
 
 

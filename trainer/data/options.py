@@ -63,6 +63,9 @@ class SyntheticHeteroOptions:
     hold_out_time: str | None = None  #: integer edge attribute: the latest links are held out; None: random ones
 
 
+MOST_CLASSES = 1 << 20
+
+
 @dataclass(frozen=True)
 class SourceOptions:
     """Options of datasets that are read from files or downloads."""

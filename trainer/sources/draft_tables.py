@@ -11,6 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from trainer.core.errors import DataError
+from trainer.core.graph_attrs import attr_name
+from trainer.data.raw_arrays import split_prefix
 from trainer.sources.csv_files import guessed_encoding
 from trainer.sources.table_columns import as_double, as_text, is_number_type, list_type, time_sql
 from trainer.sources.table_database import ROW_NUMBER, Database, Scan, quoted
@@ -966,6 +968,10 @@ def _others(table: _Found, rest: list[_Column], of_nodes: bool, label: _Column |
         drafted["one_hot"] = [one.name for one in few]
     limit = min(_MOST_CATEGORIES, table.rows // 2) if of_nodes else 0
     many = [one for one in texts if one not in few and one.distinct <= limit]
+    for one in many:
+        if split_prefix(attr_name(one.name)) is not None:
+            told[one.name] = "categories of nodes cannot have the name of a split; rename the column"
+    many = [one for one in many if one.name not in told]
     if many:
         drafted["categories"] = [one.name for one in many]
     unused = [one for one in rest if one is not time and one not in (*numbers, *few, *many)]

@@ -20,7 +20,8 @@ from trainer.core.rng import hashed
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.data.dataset import EdgeData
-from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.options import MOST_CLASSES
+from trainer.data.raw_arrays import SPLIT_SUFFIXES, RawArray, RawGraph, split_prefix
 from trainer.data.work_arrays import kept_edges
 from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array, row_ranges
 from trainer.sources.table_columns import (
@@ -369,8 +370,12 @@ class _Conversion:
             if len(names) > 1:
                 self.names[f"{self._prefix(of)}y__{COLUMNS}"] = encode_texts(names)
             return number_array("y", columns, np.float32)
-        plain = self.options.num_classes == 0 and self.options.target in (None, of)  # numbers, not classes
-        found = class_sql(scan, column, plain)
+        num_classes, most = None, MOST_CLASSES
+        if self.options.target in (None, of) and (isinstance(of, str) or self.options.num_classes == 0):
+            num_classes = self.options.num_classes
+        if isinstance(of, str):  # more classes than nodes are most often ids
+            ((most,),) = self.database.rows(f"SELECT count(*) FROM {scan.sql}", scan.where)
+        found = class_sql(scan, column, num_classes, most)
         if found is None:
             return self._codes(of, "y", column, scan, "label")
         sql, is_class = found
@@ -661,11 +666,13 @@ class _Conversion:
                 raise DataError(f"{scan.where}: one_hot {', '.join(table.one_hot)}: empty in all rows; leave it out")
             found.append(number_array(features, numbers, np.float32))
         for name in table.attributes:
+            _check_no_split(scan, name, features)
             (column,) = check_numbers(scan, [name], "attributes", table.fill)
             found.append(number_array(attr_name(name), [column], np.int64 if column.whole else np.float32))
         for name in table.categories:
             if attr_name(name) in ("x", "edge_attr"):
                 raise DataError(f"{scan.where}: a column of categories cannot be called {name!r}; rename it")
+            _check_no_split(scan, name, features)
             found.append(self._codes(of, attr_name(name), name, scan, "categories"))
         if table.time is not None:
             name = "time" if features == "x" else "edge_time"
@@ -678,6 +685,15 @@ class _Conversion:
         names = [*others, *(each.name for each in columns)]
         if taken := {name for name in names if names.count(name) > 1}:
             raise DataError(f"{scan.where}: two attributes are called {min(taken)!r}; rename a column")
+
+
+def _check_no_split(scan: Scan, column: str, features: str) -> None:
+    """Raise ``DataError`` if the attribute of nodes that a column becomes would be read as the nodes of a split."""
+    if features == "x" and split_prefix(attr_name(column)) is not None:
+        raise DataError(
+            f"{scan.where}: a column of attributes or categories of nodes cannot be called {column!r}: names that end "
+            f"in {' or '.join(SPLIT_SUFFIXES)} are those of splits. Rename it; the column of a node's split is `split`"
+        )
 
 
 def _drawn(shares: Mapping[str, float], nodes: Array, times: RawArray | None) -> dict[str, Array]:

@@ -195,11 +195,12 @@ def label_sql(scan: Scan, name: str) -> tuple[str, int]:
     return f"coalesce({known}, ['NaN'::FLOAT FOR v IN range({length})])", length
 
 
-def class_sql(scan: Scan, name: str, as_numbers: bool) -> tuple[str, bool] | None:
+def class_sql(scan: Scan, name: str, num_classes: int | None, most: int) -> tuple[str, bool] | None:
     """Return an SQL expression for a column of numbers as label, and whether they are classes.
 
-    Classes are BIGINT, -1 for missing values and NaN; others are DOUBLE, NaN for missing values. ``as_numbers``: whole
-    numbers are no classes. Returns None if some values are not numbers.
+    Classes are BIGINT, -1 for missing values and NaN; others are DOUBLE, NaN for missing values. ``num_classes``: the
+    number of classes; None: what the column says, at most ``most``; 0: whole numbers are no classes. Returns None if
+    some values are not numbers. Raises ``DataError`` that names the row of a class out of this range.
     """
     of, column = scan.types[name], quoted(name)
     if of != "VARCHAR" and not is_number_type(of):
@@ -212,9 +213,13 @@ def class_sql(scan: Scan, name: str, as_numbers: bool) -> tuple[str, bool] | Non
     )[0]
     if numbers is False:
         return None
-    if whole and not as_numbers:
-        advice = f"classes of {scan.where} start at 0, -1 is no label; set `num_classes: 0` if these are no classes"
-        _refuse(scan, name, f"{number} < -1", advice)
+    if whole and num_classes != 0:
+        none = "set `num_classes: 0` if these are no classes"
+        _refuse(scan, name, f"{number} < -1", f"classes of {scan.where} start at 0, -1 is no label; {none}")
+        advice = f"option num_classes says that the last class of {scan.where} is {(num_classes or 0) - 1}"
+        if num_classes is None:
+            advice = f"with classes from 0, {scan.where} can have at most {most:,}; renumber them, or {none}"
+        _refuse(scan, name, f"{number} >= {num_classes or most} AND NOT isnan({number})", advice)
         return f"coalesce({_as_integer(name, of)}, -1)", True
     return label_sql(scan, name)[0], False
 

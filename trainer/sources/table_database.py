@@ -156,6 +156,11 @@ class Scan:
         """
         name = quoted(f"rows of {self.where}")
         wanted = {column: of for column, of in self._columns.items() if self.used is None or column in self.used}
+        if not wanted and self.without_header is not None:  # or the row would be lost, as no name is missed
+            raise DataError(
+                f"{self.where}: the first line of {self.without_header} seems to contain values: name its columns in "
+                "`columns`"
+            )
         wanted = wanted or dict([*self._columns.items()][:1])
         if name_of_rows := next((column for column in wanted if column.lower() == ROW_NUMBER), None):
             raise DataError(f"{self.where}: a column cannot be called {name_of_rows!r}; rename it")
@@ -266,11 +271,8 @@ class Scan:
             for k, cell in enumerate(rows[0]):
                 column = cell.removeprefix("\ufeff").strip() or f"column{k}"
                 same = columns.get(column.lower())
-                if same and not {same, column}.isdisjoint(self.used or ()):
-                    raise DataError(
-                        f"{self.where}: {path}: two columns are called {same!r}"
-                        f"{'' if same == column else f' and {column!r}, which is the same name'}; rename one of them"
-                    )
+                if same:
+                    self._check_repeated(path, same, column)
                 repeated |= {same, column} if same else set()
                 number = 1
                 while same and column.lower() in columns:
@@ -281,6 +283,14 @@ class Scan:
                 delimiter, list(columns.values()), not has_header(rows), skipped, frozenset(repeated)
             )
         return self._headers[path]
+
+    def _check_repeated(self, path: Path, column: str, same: str) -> None:
+        """Raise ``DataError`` if one of two columns of a file with the same name, but for case, is used."""
+        if not {same, column}.isdisjoint(self.used or ()):
+            raise DataError(
+                f"{self.where}: {path}: two columns are called {column!r}"
+                f"{'' if same == column else f' and {same!r}, which is the same name'}; rename one of them"
+            )
 
     def _check_names(self, path: Path, names: Sequence[str], row: Sequence[str]) -> None:
         """Raise ``DataError`` if the names of ``columns`` do not fit the first row of a file."""
@@ -332,9 +342,9 @@ class Scan:
 
     @property
     def repeated_columns(self) -> frozenset[str]:
-        """The columns of CSV files whose name another one has, too."""
-        files = () if is_parquet(self.files[0]) else self.files
-        return frozenset().union(*(self._header(path).repeated for path in files))
+        """The columns, as they are read, whose name another column of a file has, too."""
+        of_file = self._repeated_of_parquet if is_parquet(self.files[0]) else lambda path: self._header(path).repeated
+        return frozenset().union(*map(of_file, self.files))
 
     @property
     def without_header(self) -> Path | None:
@@ -355,7 +365,10 @@ class Scan:
         if is_parquet(self.files[0]):
             if self.options.columns:
                 raise DataError(f"{self.where}: `columns` is for CSV files; {self.files[0]} has names of its own")
-            return self._described(self.files)
+            described = self._described(self.files)
+            for path in self.files:
+                self._repeated_of_parquet(path)
+            return described
         return {column: "VARCHAR" for path in self.files for column in self._file_columns(path)}
 
     def _described(self, files: Sequence[Path]) -> dict[str, str]:
@@ -371,6 +384,23 @@ class Scan:
                 f"{self.where}: {files[0]} is no Parquet file, or a damaged one; copy or write it again"
             ) from None
         return {str(row[0]): _READ_AS.get(str(row[1]), str(row[1])) for row in found}
+
+    def _repeated_of_parquet(self, path: Path) -> frozenset[str]:
+        """Return the columns whose name another one has, too. Raises ``DataError`` if one of them is used.
+
+        DuckDB reads the first under its name and the others under names of its own.
+        """
+        below, found = 0, dict[str, list[tuple[str, str]]]()
+        read_as = iter(self._described([path]))
+        schema = f"SELECT name, coalesce(num_children, 0) FROM parquet_schema({text(str(path))})"
+        for name, children in self.database.rows(schema, self.where)[1:]:  # depth first, below the root
+            if not below:
+                found.setdefault(name.lower(), []).append((name, next(read_as)))
+            below = max(0, below - 1) + children
+        repeated = [columns for columns in found.values() if len(columns) > 1]
+        for (first, _), (second, _), *_ in repeated:
+            self._check_repeated(path, first, second)
+        return frozenset(name for columns in repeated for _, name in columns)
 
     def _file_columns(self, path: Path) -> Collection[str]:
         return self._described([path]) if is_parquet(path) else [*self._header(path).columns, *self._hive(path)]

@@ -301,13 +301,17 @@ def short_form(kind: Any, tree: Tree) -> Tree:
     """Return the section or mapping of type ``kind`` for which a value is short; other values as they are.
 
     A value of the first key, as ``{patience: 3}`` for ``3``; that of a mapping of type ``Named`` is ``name``.
-    For a mapping of options by name, a name or a list of names, as ``{wandb: {}}`` for ``[wandb]``.
+    For a mapping of options by name, a name, a list of names, or names without options, as ``{wandb: {}}`` for
+    ``[wandb]`` and ``{wandb: }``.
     """
     if get_origin(kind) is Mapping and get_origin(get_args(kind)[1]) is Mapping:
+        if isinstance(tree, Section):
+            items = ((name, item) for name, item in tree.items.items() if isinstance(item, Scalar) and item.empty)
+            return replace(tree, items={**tree.items, **{name: Section(item.origin, {}) for name, item in items}})
         names = tree.items if isinstance(tree, YamlSequence) else (tree,) if isinstance(tree, Scalar) else ()
         given = [name for name in names if isinstance(name, Scalar) and not name.empty]
         texts = {name.text: Section(name.origin, {}, {}) for name in given}
-        if isinstance(tree, Section) or len(texts) < len(names):
+        if len(texts) < len(names):
             return tree
         return Section(tree.origin, texts, dict.fromkeys(texts, tree.origin))
     if not isinstance(tree, Scalar) or tree.empty or get_origin(kind) is Mapping and kind != Named:

@@ -411,7 +411,8 @@ def test_a_list_of_trackers_is_short_for_keys(load: Load) -> None:
     assert load(TWO + "train: {track: mlflow}\n").train.track == {"mlflow": {}}
     offline = load(TWO + "train: {track: [wandb, mlflow]}\n", ["train.track.wandb.mode=offline"]).train.track
     assert offline == {"wandb": {"mode": "offline"}, "mlflow": {}}
-    assert load(TWO + "train: {track: {wandb: , mlflow: {uri: file:/m}}}\n").train.track is not None
+    bare = load(TWO + "train: {track: {wandb: , mlflow: {uri: file:/m}}}\n").train.track
+    assert bare == {"wandb": {}, "mlflow": {"uri": "file:/m"}}
 
 
 def test_all_mistakes_of_a_file_are_reported_together(load: Load) -> None:

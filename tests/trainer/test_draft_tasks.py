@@ -147,6 +147,22 @@ def test_rows_that_list_nodes_are_a_task(tmp_path: Path, lists: bool) -> None:
     assert graph.edges["next", "lists", "product"].num_edges == sum(len(of) for *_, of in bought)
 
 
+def test_a_time_after_the_rows_is_not_that_of_their_nodes(tmp_path: Path) -> None:
+    """When a customer was last seen would hide it from most rows; when it joined does not."""
+    for name, day in (("last_seen", "2024-12-31"), ("joined", "2023-12-31")):
+        customers = [f"customer_id,age,{name}", *(f"c{k},{20 + k},{day}" for k in range(30))]
+        drafted = draft_tables(shop(tmp_path, customers=customers))
+        comments, used = drafted["comments"]["nodes"].get("customer", []), name == "joined"
+        assert drafted["nodes"]["customer"].get("time") == (name if used else None)
+        assert any("240 of the 240 rows of churn.csv are earlier" in each for each in comments) != used
+        said: list[str] = []
+        drafted["nodes"]["customer"]["time"] = name
+        del drafted["comments"]
+        spec = PartitionSpec("tables", str(tmp_path / name), str(tmp_path), drafted, 1, "hash")
+        make_partition(spec, say=said.append)
+        assert any("240 of 240 rows are earlier than their customer node" in line for line in said) != used
+
+
 def test_labels_of_nodes_are_trained_instead(tmp_path: Path) -> None:
     lines = ["customer_id,age,label", *(f"c{k},{20 + k},{k % 2}" for k in range(30))]
     drafted = draft_tables(shop(tmp_path, customers=lines))

@@ -505,6 +505,9 @@ def _draft_of_tasks(found: list[_Found], named: list[_Found]) -> dict[str, Any]:
         if table.file not in used
     }
     of_nodes = {types[one.file]: _node_table(one, _columns(keys[one.file])) for one in nodes}
+    for table in found:
+        if table.file in labels:
+            _leave_out_late_time(table, keys[table.file][0], *of_nodes[types[keys[table.file][0][1].file]])
     drafted = _drafted(of_nodes, edge_tables, unused)
     for table in linked:
         if not _own_id(table, _columns(keys[table.file])):
@@ -626,6 +629,31 @@ def _task_table(
     if any(key in more for key in ("features", "one_hot", "categories")):
         notes.append("columns that are known only after the row's time must not be features")
     return drafted | more, [about, *_about_files(table), *notes]
+
+
+def _leave_out_late_time(
+    table: _Found, key: tuple[_Column, _Found], of_node: dict[str, Any], notes: list[str]
+) -> None:  # fmt: skip
+    """Remove a time of the entities that more than a tenth of the rows are earlier than: these would not see them.
+
+    It is not when an entity is first known, but when it was last seen or changed.
+    """
+    column, node = key
+    if (name := of_node.get("time")) is None:
+        return
+    time = _time(table)
+    assert node.id is not None and time is not None
+    rows = f"SELECT {_key(quoted(column.name))} AS id, {time_sql(table.scan, time.name)} AS t FROM {table.scan.sql}"
+    nodes = f"SELECT {_key(quoted(node.id.name))} AS id, {time_sql(node.scan, name)} AS t FROM {node.scan.sql}"
+    (early,) = table.scan.database.rows(
+        f"SELECT count(*) FROM ({rows}) r JOIN ({nodes}) n ON r.id = n.id WHERE n.t > r.t", table.scan.where
+    )[0]
+    if 10 * early > table.rows:
+        del of_node["time"]
+        notes.append(
+            f"{name} is not used: {early:,} of the {table.rows:,} rows of {table.file} are earlier, and would not see "
+            "their node; as a time it must be when a node is first known"
+        )
 
 
 def _split_at(table: _Found, time: _Column, label: _Column) -> dict[str, Any]:

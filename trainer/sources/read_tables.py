@@ -60,6 +60,8 @@ HAS = "has"  #: relation of the edges from entities to the rows of a task table
 
 LISTS = "lists"  #: relation of the edges from the rows of a task table to the targets in their label
 
+_ROWS_AT_ONCE = 1 << 20
+
 COLUMNS = "columns"  #: last word of graph attributes with the names of the columns of ``y``, uint8 [columns, bytes]
 
 
@@ -122,6 +124,15 @@ class _Conversion:
         for of, task in self.options.tasks.items():
             counts[of], node_arrays[of], of_task = self._task(of, task, number_of)
             edge_arrays |= of_task
+            known, times = node_arrays[task.entity].get("time"), node_arrays[of].get("time")
+            if known is not None and times is not None:
+                ends = of_task[task.entity, HAS, of]["edge_index"].values
+                pieces = (ends[:, first : first + _ROWS_AT_ONCE] for first in range(0, ends.shape[1], _ROWS_AT_ONCE))
+                if early := sum(int((known.values[whose] > times.values[rows]).sum()) for whose, rows in pieces):
+                    self.notes.append(
+                        f"tasks.{of}: {early:,} of {counts[of]:,} rows are earlier than their {task.entity} node, and "
+                        f"with time_attr do not see it: is it known from {self.options.nodes[task.entity].time} on?"
+                    )
         if not self.hetero:
             (only,) = node_arrays
             node_arrays, counts = {HOMO_NODE: node_arrays[only]}, {HOMO_NODE: counts[only]}

@@ -11,7 +11,7 @@ from launcher.errors import FleetError, UsageError
 from launcher.node.json_reader import loads
 from launcher.plan.commands import train_flags
 from launcher.plan.partition import NodesSpec, PartitionFiles, read_partition_files, trainer_output
-from trainer.core.train_config import METRICS, TrainConfig, is_own_model
+from trainer.core.train_config import METRICS, Neighbors, TrainConfig, is_own_model
 
 #: Models that train on homogeneous graphs only; the other models train on any graph.
 HOMOGENEOUS_MODELS = ("sage", "gcn", "gat")
@@ -198,7 +198,19 @@ def _check_attrs(config: ClusterConfig, parts: PartitionFiles) -> None:
             raise UsageError(
                 f"train.{key}: {parts.dataset} has no attribute {name!r} there; it has {there}; nothing was sent"
             )
-    for key, name in (("hard_negatives", train.hard_negatives), ("eval_candidates", train.eval_candidates)):
+    rule = train.neighbors or Neighbors("fanout")
+    if rule.name == "walks" and not rule.metapath and len(parts.edges) > 1:
+        there = ", ".join(sorted(parts.edges))
+        raise UsageError(
+            f"train.neighbors: {parts.dataset} has several edge types ({there}), among which walks need a metapath, "
+            "from the seeds outwards and back to their type; nothing was sent"
+        )
+    for key, name in (
+        ("hard_negatives", train.hard_negatives),
+        ("eval_candidates", train.eval_candidates),
+        *(("neighbors.edge_types", name) for name in rule.edge_types or ()),
+        *(("neighbors.metapath", name) for name in rule.metapath or ()),
+    ):
         if name is not None and parts.edges and name not in parts.edges:
             there = ", ".join(sorted(parts.edges))
             raise UsageError(f"train.{key}: {parts.dataset} has no edge type {name}; it has {there}; nothing was sent")

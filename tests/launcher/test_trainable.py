@@ -14,7 +14,7 @@ from launcher.errors import UsageError
 from launcher.plan.partition import read_partition_files
 from launcher.plan.trainable import check_trainable, is_hetero
 from plan_kit import cluster, parts_folder
-from trainer.core.train_config import EarlyStop, Schedule, TrainConfig
+from trainer.core.train_config import EarlyStop, Neighbors, Schedule, TrainConfig
 
 
 def config_of(folder: Path, **train: Any) -> ClusterConfig:
@@ -68,6 +68,17 @@ def test_parts_need_train_seeds(tmp_path: Path, seeds: dict[str, int], train: di
         (3, {"schedule": Schedule(name="plateau")}, "train.schedule: needs evaluations on val, but synthetic has no"),
         (3, {"edge_attr": ("w", "weight")}, "train.edge_attr: synthetic has no attribute 'weight' there; it has w"),
         (3, {"time_attr": "t"}, "train.time_attr: synthetic has no attribute 't' there; it has w, y"),
+        (3, {"neighbors": Neighbors("walks")}, ""),
+        (
+            3,
+            {"neighbors": Neighbors("walks", metapath=("a__b__a",))},
+            "train.neighbors.metapath: synthetic has no edge",
+        ),
+        (
+            3,
+            {"neighbors": Neighbors("ppr", edge_types=("a__b__a",))},
+            "train.neighbors.edge_types: synthetic has no ed",
+        ),
         (3, {"category_dims": {"w": 8, "node.w": 8}}, ""),
         (3, {"category_dims": {"node.ww": 8}}, "train.category_dims: synthetic has no attribute 'node.ww' there; it"),
     ],
@@ -156,6 +167,17 @@ def test_tables_without_a_split_are_refused_before_partitioning(
         return
     with pytest.raises(UsageError, match="no node table has a split.*nothing was sent. Give a table label and split"):
         check_trainable(config, None)
+
+
+def test_walks_in_a_graph_of_several_edge_types_need_a_metapath(tmp_path: Path) -> None:
+    path = typed_parts(tmp_path, True) / "manifest.json"
+    edges: dict[str, Any] = {"node__to__node": {"attrs": {}}, "node__cites__node": {"attrs": {}}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "edges": edges}))
+    parts, settings = read_partition_files(tmp_path), {"model": "rgcn", "fanouts": (5,)}
+    with pytest.raises(UsageError, match=r"train.neighbors: .* \(node__cites__node, node__to__node\), .* a metapath"):
+        check_trainable(config_of(tmp_path, neighbors=Neighbors("walks"), **settings), parts)
+    along = Neighbors("walks", metapath=("node__to__node",))
+    check_trainable(config_of(tmp_path, neighbors=along, **settings), parts)
 
 
 @pytest.mark.parametrize("model", ["sage", "gcn", "gat", "rgcn"])

@@ -628,6 +628,16 @@ def test_every_column_is_in_the_draft(tmp_path: Path) -> None:
     assert sum(map(len, graph.nodes["node"].splits.values())) == 26
 
 
+def test_categories_with_the_name_of_a_split_are_left_out_of_the_draft(tmp_path: Path) -> None:
+    cells = "".join(f"m{k},merchant of {k % 80}{'abc'[k % 3]}\n" for k in range(80))
+    cells += cells.replace("m", "n", 1).replace("\nm", "\nn")
+    write(customers(tmp_path), members__csv="id,merchant_idx\n" + cells)
+    drafted = draft_tables(tmp_path)
+    assert "categories" not in drafted["nodes"]["member"]
+    notes = " | ".join(drafted["comments"]["nodes"]["member"])
+    assert "merchant_idx is not used: categories of nodes cannot have the name of a split; rename the column" in notes
+
+
 @pytest.mark.parametrize("values", [("1.0", "0.0"), ("True", "False"), ("yes", "no")])
 def test_two_values_and_empty_cells_are_the_label(tmp_path: Path, values: tuple[str, str]) -> None:
     cells = [("", *values)[k % 3] for k in range(30)]

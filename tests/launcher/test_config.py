@@ -145,7 +145,8 @@ MISTAKES = {
     ],
     TWO + "train: {task: link, metrics: [recall@20, map@0]}\n": [
         "3: train.metrics: recall@20 needs eval_negatives: all",
-        "3: train.metrics: no metric 'map@0'; the metrics of task link are mrr, hits@1, hits@10, hits@50, auc",
+        "3: train.metrics: no metric 'map@0'; the metrics of task link are mrr, hits@1, hits@10, hits@50, auc, "
+        "hits@K, recall@K, ndcg@K, precision@K, map@K",
     ],
     TWO + "train: {task: regression, model: lightgcn}\n": ["3: train.model: lightgcn is for task link, not regression"],
     TWO + "train: {model: gcn, time_attr: at, disjoint: true}\n": [
@@ -265,7 +266,8 @@ MISTAKES = {
     TWO + "train:\n  eval_every: 0\n  task: link\n  early_stop:\n    patience: 3\n    metric: accuracy\n": [
         "6: train.early_stop: needs evaluations on val, but eval_every is 0",
         "8: train.early_stop.metric: no metric 'accuracy'; the metrics of task link are mrr, hits@1, hits@10, hits@50, "
-        "auc",
+        "auc, "
+        "hits@K, recall@K, ndcg@K, precision@K, map@K",
     ],
     TWO + "train:\n  model: gat\n  heads: 3\n": [
         "5: train.heads: 3 heads do not divide hidden (256), as gat needs; change one of them"

@@ -571,6 +571,7 @@ def _of_metric(place: tuple[str, ...], name: str, train: TrainConfig) -> Iterato
         if kind != "hits" and train.eval_negatives != "all":
             yield Problem(place, f"{name} needs eval_negatives: all", ("task", "eval_negatives"))
     elif name not in known:
+        known += [f"{each}@K" for each in AT_K] if "link" in tasks else []
         of = "are" if train.task == "auto" else f"of task {train.task} are"
         yield Problem(place, f"no metric {reprlib.repr(name)}; the metrics {of} {', '.join(known)}", ("task",))
 

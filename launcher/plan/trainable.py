@@ -205,7 +205,10 @@ def _check_attrs(config: ClusterConfig, parts: PartitionFiles) -> None:
             f"train.neighbors: {parts.dataset} has several edge types ({there}), among which walks need a metapath, "
             "from the seeds outwards and back to their type; nothing was sent"
         )
+    labels_edges = train.task == "link" or train.task.startswith("edge-")
+    targets = (train.target or "").split(",") if labels_edges else []
     for key, name in (
+        *(("target", name) for name in targets if name not in ("", "all")),
         ("hard_negatives", train.hard_negatives),
         ("eval_candidates", train.eval_candidates),
         *(("neighbors.edge_types", name) for name in rule.edge_types or ()),

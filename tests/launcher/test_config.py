@@ -143,6 +143,9 @@ MISTAKES = {
     TWO + "train: {model: sagee}\n": [
         "3: train.model: there is no model 'sagee'; did you mean sage? (or a class: FILE.py:CLASS, PACKAGE.CLASS)"
     ],
+    TWO + "train: {model: GraphSAGE}\n": [
+        "3: train.model: there is no model 'GraphSAGE'; did you mean sage? (or a class: FILE.py:CLASS, PACKAGE.CLASS)"
+    ],
     TWO + "train: {task: link, metrics: [recall@20, map@0]}\n": [
         "3: train.metrics: recall@20 needs eval_negatives: all",
         "3: train.metrics: no metric 'map@0'; the metrics of task link are mrr, hits@1, hits@10, hits@50, auc, "

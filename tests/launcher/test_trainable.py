@@ -80,6 +80,10 @@ def test_parts_need_train_seeds(tmp_path: Path, seeds: dict[str, int], train: di
             "train.neighbors.edge_types: synthetic has no ed",
         ),
         (3, {"category_dims": {"w": 8, "node.w": 8}}, ""),
+        (3, {"task": "link", "target": "node__to__node"}, ""),
+        (3, {"task": "link", "target": "all"}, ""),
+        (3, {"task": "link", "target": "node__to__node,a__b__c"}, "train.target: synthetic has no edge type a__b__c;"),
+        (3, {"task": "edge-regression", "target": "node"}, "train.target: synthetic has no edge type node; it has no"),
         (3, {"category_dims": {"node.ww": 8}}, "train.category_dims: synthetic has no attribute 'node.ww' there; it"),
     ],
 )

@@ -45,6 +45,14 @@ def shop(folder: Path, **more: list[str]) -> Path:
     return folder
 
 
+def test_types_are_called_by_the_singular_of_their_file(tmp_path: Path) -> None:
+    for name in ("branches", "movies", "boxes", "glass"):
+        (tmp_path / f"{name}.csv").write_text(f"{name}_id,size\n" + "".join(f"{name}{k},{k}\n" for k in range(9)))
+    links = "".join(f"branches{k},movies{k},boxes{k},glass{k}\n" for k in range(9))
+    (tmp_path / "links.csv").write_text("branches_id,movies_id,boxes_id,glass_id\n" + links)
+    assert set(draft_tables(tmp_path)["nodes"]) >= {"branch", "movie", "box", "glass"}
+
+
 def test_rows_about_one_entity_at_a_time_are_a_task_and_events_are_nodes(tmp_path: Path) -> None:
     drafted = draft_tables(shop(tmp_path))
     comments = drafted.pop("comments")

@@ -674,6 +674,7 @@ def _keys_of_others(section: str, name: str, keys: Mapping[str, str], given: Any
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
     by_lower = {one.lower(): one for one in known}
-    near = difflib.get_close_matches(name[:40].lower(), by_lower, 1)
+    word = name[:40].lower()
+    near = [one for one in by_lower if word.endswith(one)] or difflib.get_close_matches(word, by_lower, 1)  # graphsage
     hint = f"did you mean {by_lower[near[0]]}?" if near else f"there are {', '.join(known)}"
     return f"there is no {what} {reprlib.repr(name)}; {hint}"

@@ -215,7 +215,7 @@ class _Found:
     @property
     def node_type(self) -> str:
         word = self.type_name
-        return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
+        return re.sub(r"(?<=ch|sh|ss)es$|(?<=x)es$|(?<!s)s$", "", word) or word  # branches, boxes, users
 
     @property
     def id(self) -> _Column | None:

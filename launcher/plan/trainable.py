@@ -205,10 +205,14 @@ def _check_attrs(config: ClusterConfig, parts: PartitionFiles) -> None:
             f"train.neighbors: {parts.dataset} has several edge types ({there}), among which walks need a metapath, "
             "from the seeds outwards and back to their type; nothing was sent"
         )
-    labels_edges = train.task == "link" or train.task.startswith("edge-")
-    targets = (train.target or "").split(",") if labels_edges else []
+    targets: list[str] = []
+    if train.task == "link" and train.target != "all":
+        list_targets = {name.partition("__lists__")[0] for name in parts.edges if "__lists__" in name}
+        targets = [name for name in (train.target or "").split(",") if name and name not in list_targets]
+    elif train.task.startswith("edge-") and train.target:
+        targets = [train.target]
     for key, name in (
-        *(("target", name) for name in targets if name not in ("", "all")),
+        *(("target", name) for name in targets),
         ("hard_negatives", train.hard_negatives),
         ("eval_candidates", train.eval_candidates),
         *(("neighbors.edge_types", name) for name in rule.edge_types or ()),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from launcher.node import log_lines
 from launcher.node.diagnostics import oom
-from launcher.node.diagnostics.oom import OomWatch, kernel_log, killed_for_memory, limit, oom_kills
+from launcher.node.diagnostics.oom import OomWatch, killed_for_memory, limit, oom_kills
 from launcher.node.exit_description import describe, size
 from launcher.node.log_lines import LineLog, TracebackFinder
 from node_kit import PYTHON, RANK_RUNNER, python
@@ -212,47 +212,71 @@ def test_memory_limit(tmp_path: Path, text: str, bytes_: int | None) -> None:
     assert limit([str(tmp_path / "absent"), str(tmp_path / "memory.max")]) == bytes_
 
 
-def test_processes_killed_for_memory_are_read_from_the_kernel_log(tmp_path: Path) -> None:
+class Machine:
+    """What the kernel says about memory, by functions that replace those of the module ``oom``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, log: Path, *, of_group: bool, available: float) -> None:
+        self.clock, self.kills, self.available, self.log = 100.0, 0, available, log
+        monkeypatch.setattr(time, "monotonic", lambda: self.clock)
+        monkeypatch.setattr(oom, "oom_kills", lambda: self.kills)
+        monkeypatch.setattr(oom, "available_share", lambda: self.available)
+        monkeypatch.setattr(oom, "counts_our_group", lambda: of_group)
+
+    def kill(self, pid: int) -> None:
+        self.kills += 1
+        if self.log.parent.is_dir():
+            with self.log.open("a") as file:
+                file.write(f"3,12,99,-;Memory cgroup out of memory: Killed process {pid} (python3) total-vm:9kB\n")
+
+
+def test_processes_killed_for_memory_are_read_from_the_kernel_log() -> None:
     lines = [
         "6,1234,99,-;oom_reaper: reaped process 41 (python3)",
         "3,1235,99,-;Out of memory: Killed process 42 (python3) total-vm:9kB, anon-rss:8kB, UID:0",
         "3,1236,99,-;Memory cgroup out of memory: Killed process 43 (python3) total-vm:9kB, anon-rss:8kB",
         "3,1237,99,-;somebody said: Killed process 44 (python3)",
     ]
-    (tmp_path / "kmsg").write_text("\n".join(lines))
     assert killed_for_memory(lines) == {42, 43}
-    assert "".join(kernel_log(str(tmp_path / "kmsg"))).splitlines() == lines
 
 
-def test_an_old_kill_for_memory_does_not_explain_a_later_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_kill_for_memory_does_not_explain_a_later_kill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # If the kernel killed a process for lack of memory more than some seconds before this process was killed, it killed
     # another process, e.g. a loader worker.
-    clock, count = [100.0], [0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(oom, "oom_kills", lambda: count[0])
-    monkeypatch.setattr(oom, "counts_our_group", lambda: True)
-    monkeypatch.setattr(oom, "kernel_log", lambda: iter(()))
-    watch = OomWatch()
-    count[0] = 1
+    machine = Machine(monkeypatch, tmp_path / "absent/kmsg", of_group=True, available=1.0)
+    watch = OomWatch(str(machine.log))
+    machine.kill(77)
     assert watch.killed(5)
-    for clock[0] in (101.0, 110.0, 120.0, 130.0):
+    for machine.clock in (101.0, 110.0, 120.0, 130.0):
         watch.look()
     assert not watch.killed(5)
 
 
-def test_the_machines_count_is_not_used_if_the_kernel_log_is_readable(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("of_group", [True, False])
+def test_the_kernel_log_tells_whether_another_process_was_killed_for_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, of_group: bool
 ) -> None:
-    # The kernel has killed another program for lack of memory, as its log says; this process was killed by `kill -9`.
-    count, log = [0], ["Out of memory: Killed process 77 (chrome) total-vm:9kB"]
-    monkeypatch.setattr(oom, "oom_kills", lambda: count[0])
-    monkeypatch.setattr(oom, "counts_our_group", lambda: False)
-    monkeypatch.setattr(oom, "kernel_log", lambda: iter(log))
-    watch = OomWatch()
-    count[0] = 1
-    assert not watch.killed(5) and watch.killed(77)
-    log.clear()  # an unreadable log: only the count is left
-    assert watch.killed(5)
+    # The processes 5 and 6 were killed by `kill -9`. The pid 6 was once that of a process killed for lack of memory.
+    monkeypatch.setattr(oom, "_FIRST_PID_NAMESPACE", os.readlink("/proc/self/ns/pid"))
+    machine = Machine(monkeypatch, tmp_path / "kmsg", of_group=of_group, available=0.0)
+    machine.kill(6)
+    watch = OomWatch(str(machine.log))
+    machine.kill(77)
+    assert not watch.killed(5) and watch.killed(77) and not watch.killed(6)
+    machine.kill(5)
+    assert watch.killed(5) and watch.killed(77)
+
+
+@pytest.mark.parametrize(("available", "killed"), [(0.01, True), (0.6, False)])
+def test_the_count_of_the_machine_is_used_if_memory_was_short(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, available: float, killed: bool
+) -> None:
+    # In a container: the kernel log has other pids. With enough memory, the kill was due to the limit of another group.
+    monkeypatch.setattr(oom, "_FIRST_PID_NAMESPACE", "pid:[1]")
+    machine = Machine(monkeypatch, tmp_path / "kmsg", of_group=False, available=available)
+    watch = OomWatch(str(machine.log))
+    machine.kill(5)
+    machine.available = 1.0
+    assert watch.killed(5) == killed
 
 
 def memory_cgroup(limit_bytes: int) -> Path:

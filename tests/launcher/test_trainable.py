@@ -82,8 +82,11 @@ def test_parts_need_train_seeds(tmp_path: Path, seeds: dict[str, int], train: di
         (3, {"category_dims": {"w": 8, "node.w": 8}}, ""),
         (3, {"task": "link", "target": "node__to__node"}, ""),
         (3, {"task": "link", "target": "all"}, ""),
+        (3, {"task": "link", "target": "next"}, ""),  # the rows of a task table, which list nodes
+        (3, {"task": "auto", "target": "next"}, ""),
+        (3, {"task": "link", "target": "node"}, "train.target: synthetic has no edge type node; it has next__lists__"),
         (3, {"task": "link", "target": "node__to__node,a__b__c"}, "train.target: synthetic has no edge type a__b__c;"),
-        (3, {"task": "edge-regression", "target": "node"}, "train.target: synthetic has no edge type node; it has no"),
+        (3, {"task": "edge-regression", "target": "node"}, "train.target: synthetic has no edge type node; it has ne"),
         (3, {"category_dims": {"node.ww": 8}}, "train.category_dims: synthetic has no attribute 'node.ww' there; it"),
     ],
 )
@@ -92,8 +95,11 @@ def test_settings_fit_the_labels_and_attributes_of_the_parts(
 ) -> None:
     path = parts_with(tmp_path, node=9) / "manifest.json"
     nodes = {"splits": {"train": 9}, "attrs": {"y": {}}, "num_classes": classes}
-    edges = {"node__to__node": {"attrs": {"w": {}}}}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "nodes": {"node": nodes}, "edges": edges}))
+    types: dict[str, Any] = {"nodes": {"node": nodes}, "edges": {"node__to__node": {"attrs": {"w": {}}}}}
+    if "target" in train:
+        types["nodes"]["next"] = {"splits": {"train": 9}}
+        types["edges"]["next__lists__node"] = {"attrs": {}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **types}))
     found = ""
     try:
         check_trainable(config_of(tmp_path, **train), read_partition_files(tmp_path))

@@ -1,13 +1,13 @@
-"""Detects from the cgroup or the kernel log that the kernel's OOM killer has killed a process."""
+"""Detects from the kernel log or the cgroup that the kernel's OOM killer has killed a process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import subprocess
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from launcher.node.exit_description import size
@@ -21,7 +21,12 @@ _RECORD = 1 << 13  # bytes of a kernel log record, at most
 
 _KILLED = re.compile(r"Killed process (\d+) ")
 
-_OF_ALL = ("/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")  # files with the OOM kills of the whole machine
+# Files with the OOM kills of the whole machine. In cgroup v2 the root has no such file.
+_OF_ALL = ("/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
+
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # the number is fixed: PROC_PID_INIT_INO of linux/proc_ns.h
+
+_SHORT = 0.1  # share of the memory that was available when the whole machine ran out of it, at most
 
 _NO_LIMIT = 1 << 60  # bytes; cgroup v1 reports "no limit" as a number of about this size
 
@@ -29,28 +34,41 @@ _NO_LIMIT = 1 << 60  # bytes; cgroup v1 reports "no limit" as a number of about 
 class OomWatch:
     """Detects whether the kernel's OOM killer has killed a process.
 
-    Call ``look`` regularly while the process runs, and ``killed`` when it has ended.
+    Create it before the process starts, call ``look`` regularly while the process runs, and ``killed`` when it has
+    ended. The OOM killer may have killed another process at that time, while this one was killed by ``kill -9``. So the
+    kernel log decides where it can be read, except in a container, which sees other pids. Else the count of this
+    process's cgroup decides, or the count of the whole machine, if memory was short then.
     """
 
-    def __init__(self) -> None:
-        self._counts: deque[tuple[float, int | None]] = deque()
+    def __init__(self, log: str = _KERNEL_LOG) -> None:
+        self._looks: deque[tuple[float, int | None, float]] = deque()
+        self._killed: set[int] = set()
+        self._log: int | None = None
+        with contextlib.suppress(OSError):
+            if os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE:
+                self._log = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+                os.lseek(self._log, 0, os.SEEK_END)  # an earlier process may have had the same pid
         self.look()
+
+    def __del__(self) -> None:
+        if self._log is not None:
+            os.close(self._log)
 
     def look(self) -> None:
         now = time.monotonic()
-        self._counts.append((now, oom_kills()))
-        while len(self._counts) > 1 and self._counts[1][0] < now - _WINDOW:
-            self._counts.popleft()
+        self._looks.append((now, oom_kills(), available_share()))
+        while len(self._looks) > 1 and self._looks[1][0] < now - _WINDOW:
+            self._looks.popleft()
 
     def killed(self, pid: int) -> bool:
         """Whether the kernel's OOM killer has just killed this process."""
-        before, now = self._counts[0][1], oom_kills()
-        counted = before is not None and now is not None and now > before
-        if counted and counts_our_group():
-            return True
-        log = list(kernel_log())
-        # Without a readable kernel log, an OOM kill counted on the machine is attributed to this process.
-        return pid in killed_for_memory(log) or (counted and not log)
+        if self._log is not None:
+            self._killed |= killed_for_memory(_records(self._log))
+            return pid in self._killed
+        before, now = self._looks[0][1], oom_kills()
+        if before is None or now is None or now == before:
+            return False
+        return counts_our_group() or min(share for _, _, share in self._looks) < _SHORT
 
     def outcome_fields(self, pid: int) -> dict[str, Any]:
         """Return ``oom`` and ``note`` for the outcome of a process ended by SIGKILL.
@@ -78,7 +96,10 @@ def counts_our_group(files: Sequence[str] = ()) -> bool:
 
 
 def _counted(files: Sequence[str]) -> tuple[str, int | None]:
-    for path in files or (*_cgroup_files("memory.events", "memory.oom_control"), "/proc/vmstat"):
+    # memory.events also counts for the groups below: those of containers, for example.
+    names = ("memory.events.local", "memory.events")
+    groups = [path for name in names for path in _cgroup_files(name, "memory.oom_control")]
+    for path in files or (*groups, "/proc/vmstat"):
         try:
             with open(path, encoding="ascii") as file:
                 counters = dict(line.split()[:2] for line in file)
@@ -105,42 +126,33 @@ def limit(files: Sequence[str] = ()) -> int | None:
     return None
 
 
-def killed_for_memory(lines: Iterator[str] | Sequence[str]) -> set[int]:
+def available_share() -> float:
+    """Return the share of the machine's memory that is available, between 0 and 1; 1 if this is unknown."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            sizes = {words[0]: int(words[1]) for words in map(str.split, file)}
+        return sizes["MemAvailable:"] / sizes["MemTotal:"]
+    except (OSError, KeyError):
+        return 1.0
+
+
+def killed_for_memory(lines: Iterable[str]) -> set[int]:
     """Return the pids of processes that the OOM killer has killed, according to lines of the kernel log."""
     return {int(found[1]) for line in lines if "ut of memory" in line and (found := _KILLED.search(line))}
 
 
-def kernel_log(path: str = _KERNEL_LOG) -> Iterator[str]:
-    """Yield the lines of the kernel log, from /dev/kmsg or dmesg; none when this user may read neither."""
-    try:
-        log = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        yield from _dmesg()
-        return
-    try:
-        while data := _record(log):
-            yield data.decode("utf-8", "replace")
-    finally:
-        os.close(log)
-
-
-def _record(log: int) -> bytes:
-    """Return the next record of /dev/kmsg; b"" after the last one. Skips records that were overwritten meanwhile."""
+def _records(log: int) -> Iterable[str]:
+    """Yield the further records of /dev/kmsg. Skips records that were overwritten before they were read."""
     while True:
         try:
-            return os.read(log, _RECORD)
+            record = os.read(log, _RECORD)
         except BrokenPipeError:
             continue
-        except OSError:
-            return b""
-
-
-def _dmesg() -> Iterator[str]:
-    try:
-        done = subprocess.run(["dmesg"], capture_output=True, timeout=3, check=False)
-    except (OSError, subprocess.TimeoutExpired):  # not installed, or not answering
-        return
-    yield from done.stdout.decode("utf-8", "replace").splitlines()
+        except OSError:  # no further one
+            return
+        if not record:
+            return
+        yield record.decode("utf-8", "replace")
 
 
 def _cgroup_files(unified: str, version1: str) -> list[str]:

@@ -20,8 +20,9 @@ def node_workdir(node: NodeConfig, node_rank: int) -> str:
 
 
 #: As OpenSSH limits host names and users, which commands of ssh_config and formats of tmux insert without quotes.
-#: Nor do names have the wildcards of ssh_config, or begin as comments and options of hostfiles do.
-ADDRESS = Form(r"""[\w:][^\s'"`$\\;&<>|(){}*?!\x00-\x1f\x7f-\x9f]*""", "a host name or address")
+#: Nor do names have the wildcards of ssh_config, begin as comments and options of hostfiles do, or look like two hosts
+#: (``gnn1,gnn2``) or a host with a number of processes (``gnn1/8``, ``gnn1=8``; the 8 of ``gnn1,8``).
+ADDRESS = Form(r"""(?!\d+$)[\w:][^\s'"`$\\;&<>|(){}*?!/,=\x00-\x1f\x7f-\x9f]*""", "a host name or address")
 USER = Form(rf"""(?!-)([^\s'"`;&<>|(){{}}{CONTROLS}]| (?!-))*(?<!\\)""", "a user name")
 
 VARIABLE = Form("[A-Za-z_][A-Za-z0-9_]*", "the name of a variable: letters, digits and _")

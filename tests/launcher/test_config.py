@@ -172,6 +172,10 @@ MISTAKES = {
     NODES + "  - {host: a, procs: 0}\n": ["3: nodes.0.procs: must be at least 1 and at most 1024; found 0"],
     NODES + "  - a:70000\n": ["3: nodes.0.port: must be at least 1 and at most 65535; found 70000"],
     NODES + "  - {host: a, devices: [-1]}\n": ["3: nodes.0.devices: must be at least 0; found -1"],
+    **{
+        f"{NODES}  - '{host}'\n": [f"3: nodes.0.host: expected a host name or address, found '{host}'"]
+        for host in ("gnn1,gnn2", "gnn1/8", "gnn1=8", "8")  # one host more, or a number of processes
+    },
     NODES + "  - a b\n": ["3: nodes.0.host: expected host, user@host or user@host:port, found `a b`"],
     NODES + "  - host: u@a\n    user: v\n": ["3: nodes.0: user is given twice, in host and as a key of its own"],
     TWO + "train: {fanouts: [5, 0]}\n": ["3: train.fanouts: each must be -1 (all neighbours) or at least 1; found 0"],

@@ -97,6 +97,10 @@ HOSTFILES = {
     "n1 n1 n2\n": "n1:2 n2:1",  # LSF, $LSB_HOSTS
     "n1/0*4+n2/0\n": "n1:4 n2:1",  # PBS, exec_host
     "n1/0+n1/1+n2/0\n": "n1:2 n2:1",  # Torque
+    "n1/0-3,6+n2/0-1\n": "n1:5 n2:2",
+    "n[1-3]\nn2\n": "n1:1 n2:2 n3:1",
+    "n[1-2]:4\nn2:2\n": "n1:4 n2:6",
+    "gpu1 gpu2 gpu2\n": "gpu1:1 gpu2:2",
     "n1:4,n2:2\n": "n1:4 n2:2",  # Horovod's -H
     "n1,n[2-3]\n": "n1 n2 n3",
     "[fe80::1]:8\n[fe80::2]:8\n": "fe80::1:8 fe80::2:8",
@@ -159,8 +163,13 @@ AMBIGUOUS = {  # hostfile → the end of its only message
     "gnn1 slots:8\n": NO_LIST,
     "n1 slots=8 gpus=4\n": "only slots and max_slots are read; leave it out, or write a cluster.yml (gnnfleet import)",
     "- n1:8\n": "`n1:8` may mean an SSH port or 8 processes; write the host alone, and the key `port: 8` or `procs: 8`",
-    "n1*4\n": "hosts:1: nodes.0.host: expected a host name or address, found 'n1*4'",
-    "n1 // all\n": "hosts:1: nodes.1.host: expected a host name or address, found '//'",
+    "n1*4\n": NO_LIST,
+    "n1 // all\n": NO_LIST,
+    **dict.fromkeys(("gnn1 x8\n", "gnn1 8procs\n", "gnn1 slots8\n", "gnn1 gpu:8\n", "gnn [1-3]\n"), NO_LIST),
+    **dict.fromkeys(("gnn1,8\ngnn2,4\n", "gnn1,x8\n", "10.0.0.1,30050\n", "8\n9\n", "gnn1/8\n", "gnn[1-2]/4"), NO_LIST),
+    "gnn1.lab\ngnn2/4\n": "hosts:2: expected a host and an optional port, found `gnn2/4`",
+    "a:4 binding=user:4,5\n": "hosts:1: expected `host slots=4`, found `a:4 binding=user:4,5`",
+    "n1/3-0+n2/0\n": "hosts:1: expected `host slots=4`, found `n1 slots=-2`",
     "n1 4\nn2 4\n": "hosts:2: `n2 4`: 4 is no port of a DGL server; for 4 processes write `n2 slots=4`",
 }
 
@@ -251,6 +260,7 @@ INVENTORIES = {  # what ansible-inventory does, and the arguments after --config
     "an inventory that Ansible refuses": (
         "printf '[WARNING]: Failed to parse it: Expected key=value, got: y\n\nmore\n' >&2; exit 1", ""
     ),
+    "an inventory with a byte order mark": ("echo Failed to parse it >&2; exit 1", "--group a"),
     "no JSON": ("echo ok", ""),
     "no Ansible": (None, ""),
 }  # fmt: skip
@@ -263,9 +273,9 @@ def test_inventories_that_are_refused(
     ansible: Callable[[str], None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("hosts").write_text(INVENTORY)
     answers = []
     for name, (does, words) in INVENTORIES.items():
+        Path("hosts").write_text("\ufeff" * ("byte order" in name) + INVENTORY)
         if isinstance(does, dict):
             Path("listing.json").write_text(json.dumps(does))
             ansible("cat listing.json")
@@ -287,7 +297,7 @@ def test_warnings_of_ansible_are_notes(
     # Ansible has read the file only once, and has not run it.
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text(INVENTORY)
-    Path("listing.json").write_text(json.dumps(LISTING))
+    Path("listing.json").write_text(json.dumps({**LISTING, "_meta": {"hostvars": {"x1": {"slots": 4}}}}))
     ansible(
         'echo "$ANSIBLE_INVENTORY_ENABLED $*" >>asked; echo "[WARNING]: Skipping key (x)" >&2; exec cat listing.json'
     )
@@ -295,6 +305,7 @@ def test_warnings_of_ansible_are_notes(
     shown = capsys.readouterr()
     assert "hosts: recognised as an Ansible inventory, group b, a (2 hosts)" in shown.err
     assert "note: ansible-inventory: Skipping key (x)" in shown.err
+    assert "note: slots of hosts is not used; add --set 'nodes.*.procs=4'" in shown.err
     assert "node0  x2" in shown.out and "node1  x1" in shown.out
     assert Path("asked").read_text() == f"ini -i {tmp_path}/hosts --list\n"
 

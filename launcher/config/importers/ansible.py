@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
 import shutil
@@ -30,6 +31,9 @@ _KEYS: Mapping[str, str] = {
 _PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
 
 _JUMPS = ("ansible_ssh_common_args", "ansible_ssh_extra_args")
+
+#: Variables that say how many processes a host has, for whoever wrote them; a note says that they are not used.
+_COUNTS = ("slots", "max_slots", "procs", "nproc", "nproc_per_node", "gpus", "num_gpus")
 
 _WARNING = "[WARNING]: "  #: begins a line of ansible-inventory's stderr
 
@@ -107,6 +111,8 @@ def _listed(source: Source, plugin: str) -> tuple[dict[str, Any], list[str]]:
     said = [line for line in done.stderr.partition("\n\n")[0].splitlines() if line.strip()]
     if done.returncode:
         why = "; ".join(line.removeprefix(_WARNING).removeprefix("[ERROR]: ") for line in said)
+        if source.path.read_bytes()[:3] == codecs.BOM_UTF8:
+            why = f"{why} (the file begins with a byte order mark, which Ansible does not read: save it without)"
         raise source.error(0, f"{name}: {why or f'exit status {done.returncode}'}")
     try:
         found: dict[str, Any] = loads(done.stdout)
@@ -136,6 +142,8 @@ def _node(
         elif name == "ansible_connection" and value not in ("ssh", "smart", "paramiko", "paramiko_ssh"):
             words = f"{host}: ansible_connection={value}: gnnfleet supports only ssh"
             problems.append(Problem(source.name, line, words))
+        elif name in _COUNTS:
+            notes[f"{name} of hosts is not used; add --set 'nodes.*.procs=4', or write `host slots=4` lines"] = None
         elif name in _JUMPS:
             notes[f"{name} is not imported; put a ProxyJump into ~/.ssh/config, which gnnfleet reads"] = None
     if host == "localhost" and "host" not in {_KEYS.get(name) for name in variables}:

@@ -20,12 +20,14 @@ from launcher.config.importers.base import (
 )
 from launcher.config.importers.pyg_command import Remote
 from launcher.errors import ConfigError, Problem
-from launcher.hostlist import PORTS_FROM, SSH_PORT, split_list
+from launcher.hostlist import PORTS_FROM, SSH_PORT, RangeError, expand, split_list
 from launcher.yaml_tree import Origin, Section, Tree
 
 _IPV6 = r"(?=[^\s:\]]*:[^\s:\]]*:)[0-9a-fA-F:.]+(?:%\w+)?"
 
-HOST = rf"(?:[^\s:#=,\[\]]+@)?(?:\[{_IPV6}\]|(?:[^\s@:#=,\[\]]|\[[0-9,:-]+\])+)(?::\d+)?|{_IPV6}"
+_NAME = r"(?!(?:\d+|\[[0-9,-]+\])(?![^\s:]))(?:[^\s@:#=,/+*()\[\]]|\[[0-9,:-]+\])+"  # a number alone is no name
+
+HOST = rf"(?:[^\s:#=,\[\]]+@)?(?:\[{_IPV6}\]|{_NAME})(?::\d+)?|{_IPV6}"
 
 _WITH_PORT = re.compile(rf"({HOST})(?:\s+(\d+))?")
 
@@ -39,7 +41,12 @@ _SGE = re.compile(rf"({HOST})\s+(\d+)\s+\S+\s+(?!\d+$)\S+")  # host 8 all.q@host
 
 _PAIRS = re.compile(rf"(?:(?:{HOST})\s+\d+\s+)+(?:{HOST})\s+\d+")  # host 8 host2 4
 
-_EXEC_HOST = re.compile(r"[^\s:/+*,=]+/\d+(?:\*\d+)?(?:\+[^\s:/+*,=]+/\d+(?:\*\d+)?)*")  # host/0*8+host2/0*4
+_SLOTS_OF_PBS = r"[^\s:/+*,=]+/(?:\d+\*\d+|\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)"
+
+_EXEC_HOST = re.compile(rf"{_SLOTS_OF_PBS}(?:\+{_SLOTS_OF_PBS})*")  # host/0*8+host2/0*4, host/0-7+host2/0,2
+
+#: What may say how many processes the host before it has, and is no host then.
+_AMOUNT = re.compile(r"(?i:[x×np]|np|ppn|slots?|n?procs?|process(?:es)?|ranks?|tasks?|cores?|[cg]pus?):?\d+|\d+[a-z]*")
 
 _MOST_SLOTS = ("max_slots", "max-slots", "slots_max")
 
@@ -74,10 +81,10 @@ def host_lines(source: Source, comment: str = "#") -> list[tuple[int, str]]:
         elif _PAIRS.fullmatch(words):
             each = words.split()
             pieces = [f"{host} slots={count}" for host, count in zip(each[::2], each[1::2], strict=True)]
-        elif _EXEC_HOST.fullmatch(words):
-            matches = re.finditer(r"([^+/]+)/\d+(?:\*(\d+))?", words)
-            pieces = [f"{match[1]} slots={match[2] or 1}" for match in matches]
-        elif "," in words:
+        elif _EXEC_HOST.fullmatch(words) and not re.fullmatch(r"[^/]+/0*[1-9]\d*", words):  # ``gnn1/8`` may mean 8
+            chunks = [chunk.partition("/") for chunk in words.split("+")]
+            pieces = [f"{host} slots={_slots_of_pbs(slots)}" for host, _, slots in chunks]
+        elif "," in words and not _has_amount(split_list(words)):
             pieces = split_list(words)
         elif len(given) == 1 and _is_host_words(words.split()):
             pieces = words.split()
@@ -85,11 +92,24 @@ def host_lines(source: Source, comment: str = "#") -> list[tuple[int, str]]:
     return found
 
 
+def _slots_of_pbs(slots: str) -> int:
+    """Return the number of slots in ``0*8``, ``0-7`` or ``0,2-4``."""
+    if "*" in slots:
+        return int(slots.partition("*")[2])
+    spans = [[int(end) for end in span.split("-")] for span in slots.split(",")]
+    return sum(span[-1] - span[0] + 1 for span in spans)
+
+
+def _has_amount(words: Sequence[str]) -> bool:
+    """Whether some words, but not all, may be numbers of processes, as in ``gnn1 x8`` and ``gnn1,8``."""
+    return len({bool(_AMOUNT.fullmatch(re.sub(r"\[[0-9,-]+\]", "1", word))) for word in words}) == 2
+
+
 def _is_host_words(words: Sequence[str]) -> bool:
     """Whether words of one line are hosts, and not the address and names of one host, as in /etc/hosts."""
-    hosts = [word for word in words if re.fullmatch(HOST, word) and not word.isdecimal() and word[0] != "-"]
-    hosts = [word for word in hosts if word.partition(":")[0] not in _WORDS]  # ``gnn1 slots:8``
-    return len(hosts) == len(words) and len({bool(re.fullmatch(rf"[0-9.]+|{_IPV6}", word)) for word in words}) == 1
+    hosts = [word for word in words if re.fullmatch(HOST, word) and word[0] != "-"]
+    same = len({bool(re.fullmatch(rf"[0-9.]+|{_IPV6}", word)) for word in words}) == 1
+    return same and len(hosts) == len(words) and not _has_amount(words)
 
 
 def read_ip_list(source: Source, flags: Flags) -> Foreign:
@@ -134,7 +154,8 @@ def read_ip_list(source: Source, flags: Flags) -> Foreign:
         problems.append(Problem(source.name, line, f"{wrong}write `host slots=N`, and ports into ~/.ssh/config"))
     if problems:
         raise ConfigError(problems)
-    if not of_pyg and not ports and (counted or len({host for _, host, _ in counts}) < len(counts)):
+    hosts = [host for _, host, _ in _each(counts)]
+    if not of_pyg and not ports and (counted or len({*hosts}) < len(hosts)):
         kind = "hostfile of MPICH or Intel MPI" if counted else "hostfile of PBS or LSF, with a line per process"
         return _with_counts(source, counts, f"a {kind}")
     whose = "torch_geometric's RPC" if of_pyg else "DGL's servers"
@@ -199,10 +220,21 @@ def _is_count(text: str) -> bool:
     return text.isdecimal() and len(text) <= 6 and int(text) > 0
 
 
+def _each(counts: Sequence[tuple[Origin, str, int]]) -> list[tuple[Origin, str, int]]:
+    """Return ``counts`` with a tuple for each host of a range; ranges that are wrong are reported later."""
+    found = []
+    for origin, host, count in counts:
+        try:
+            found += [(origin, name, count) for name in expand(host)]
+        except RangeError:
+            found.append((origin, host, count))
+    return found
+
+
 def _with_counts(source: Source, counts: Sequence[tuple[Origin, str, int]], kind: str) -> Foreign:
     """Return a config with one node per host; the processes of a host that is listed several times are added up."""
     slots: dict[str, tuple[Origin, int]] = {}
-    for origin, host, count in counts:
+    for origin, host, count in _each(counts):
         first, before = slots.get(host, (origin, 0))
         slots[host] = (first, before + count)
     nodes = [

@@ -100,7 +100,7 @@ def test_nan_weights_and_ends_of_edges(folder: Path) -> None:
     (folder / "n.parquet").rename(folder / "rated.parquet")
     nodes, edges = {"files": "nodes.csv"}, {"files": "rated.parquet", "source": "k", "target": "id"}
     with pytest.raises(DataError, match=r"row 2: f is 'nan' .*weight of edges\.n__e__n must not be NaN"):
-        graph_of(folder, nodes, edges | {"weight": "f", "dangling": "drop"})
+        graph_of(folder, nodes, edges | {"source": "id", "weight": "f", "dangling": "drop"})
     (folder / "work").rename(folder / "work2")
     graph = graph_of(folder, nodes, edges | {"time": "id", "dangling": "drop"})
     assert graph.edges["node", "to", "node"].edge_index.tolist() == [[0, 2], [0, 2]]
@@ -116,6 +116,112 @@ def test_null_values_that_are_numbers(tmp_path: Path) -> None:
         graph = graph_of(folder, {"attributes": ["v", "w"], "fill": 0, "null_values": [-9, "NA"]})
         read.append([graph.nodes["node"].attrs[name].tolist() for name in ("v", "w")])
     assert read == [[[5, 0, 1]] * 2] * 2
+
+
+def test_null_values_are_found_in_every_form_and_type(tmp_path: Path) -> None:
+    rows = "(7, 5, '2024-05-17'::DATE, [1, 2]), (8, -9, '1900-01-01'::DATE, [-9, 2]), (9, 1, '1900-01-01'::DATE, NULL)"
+    sql(f"COPY (SELECT * FROM (VALUES {rows}) t(id, v, day, y)) TO '{tmp_path}/n.parquet'")
+    keys = {"attributes": ["v"], "fill": 0, "categories": ["day"], "label": "y", "null_values": [-9.0, "1900-01-01"]}
+    attrs = graph_of(tmp_path, keys).nodes["node"].attrs
+    assert attrs["v"].tolist() == [5, 0, 1] and attrs["day"].tolist() == [0, -1, -1]
+    np.testing.assert_array_equal(attrs["y"], [[1, 2], [np.nan, 2], [np.nan, np.nan]])
+    folder = tmp_path / "csv"
+    folder.mkdir()
+    write(folder, n__csv="id,v,c\n7,-9,007\n8,-9.00,7.0\n9,-0.9e1,.\n")
+    keys = {"attributes": ["v"], "fill": 0, "categories": ["c"], "null_values": ["-9", 7]}
+    with pytest.raises(DataError, match=r"row 1: id is empty"):  # for 7 is an id, too
+        graph_of(folder, keys)
+    (folder / "work").rename(folder / "work2")
+    attrs = graph_of(folder, keys | {"null_values": -9.0}, {"null_values": 3}).nodes["node"].attrs
+    assert attrs["v"].tolist() == [0, 0, 0] and attrs["c"].tolist() == [1, 2, 0]
+
+
+def test_the_text_nan_among_numbers_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id,c,d\n7,1.0,nan\n8,NaN,a\n9,2.0,nan\n")
+    write(tmp_path, e__csv="s,t\n7.0,8\nnan,9\n")
+    nodes = {"files": "n.csv", "id": "id", "categories": ["c", "d"]}
+    edges = {"e": {"files": "e.csv", "source": "s", "target": "t", "dangling": "drop"}}
+    graph = load(tmp_path, {"nodes": {"n": nodes}, "edges": edges}, tmp_path / "work")
+    assert graph.nodes["node"].attrs["c"].tolist() == [0, -1, 1]
+    assert graph.nodes["node"].attrs["d"].tolist() == [1, 0, 1]  # a text among texts
+    graph = load(tmp_path, {"nodes": {"n": {}}, "edges": edges}, tmp_path / "work2")
+    assert graph.nodes["node"].attrs["id"].tolist() == [7, 8, 9]
+    assert graph.edges["node", "to", "node"].edge_index.tolist() == [[0], [1]]
+
+
+def test_a_whole_number_is_the_same_category_with_a_decimal_point(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id\n7\n8\n9\n", a__csv="s,t,c,v\n7,8,1,1\n8,9,2,1.0\n")
+    write(tmp_path, b__csv="s,t,c,v\n9,7,1.0,1.x\n9,8,,1\n")  # as pandas writes integers of which some are missing
+    keys = {"files": ["a.csv", "b.csv"], "categories": ["c", "v"], "one_hot": ["c"]}
+    attrs = graph_of(tmp_path, {}, keys).edges["node", "to", "node"].attrs
+    assert attrs["c"].tolist() == [0, 1, 0, -1] and attrs["v"].tolist() == [0, 1, 2, 0]  # of v, texts
+    assert attrs["edge_attr"].tolist() == [[1, 0], [0, 1], [1, 0], [0, 0]]
+
+
+def test_integers_of_lists_and_of_fill_are_exact(tmp_path: Path) -> None:
+    large = (1 << 53) + 1
+    rows = f"(7, [{large}, 2], NULL), (8, [3, 4], 1)"
+    sql(f"COPY (SELECT * FROM (VALUES {rows}) t(id, l, v)) TO '{tmp_path}/n.parquet'")
+    keys = {"files": "n.parquet", "attributes": ["l", "v"], "fill": 1e30}
+    write(tmp_path, e__csv="s,t\n7,8\n")
+    options = {"nodes": {"n": {"id": "id", **keys}}, "edges": {"e": {"files": "e.csv", "source": "s", "target": "t"}}}
+    attrs = load(tmp_path, options, tmp_path / "work").nodes["node"].attrs
+    assert attrs["l"].tolist() == [[large, 2], [3, 4]] and attrs["v"].tolist() == [np.float32(1e30), 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys"),
+    [
+        ("(7, [8.0, 'nan'::DOUBLE]), (8, ['nan'::DOUBLE]), (9, [9.0, NULL])", {}),
+        ("(7, 8.0), (8, 'nan'::DOUBLE), (9, 9.0)", {}),
+        ("(7, ['8', ' ']), (8, ['nan']), (9, ['', '9.0'])", {}),
+        ("(7, [8, -1]), (8, [-1, -1]), (9, [9, -1])", {"null_values": -1}),
+        ("(7, '[8, nan]'), (8, '[-1]'), (9, '[9.0, -1.0]')", {"null_values": -1, "separator": ","}),
+    ],
+)
+def test_missing_values_are_no_targets(tmp_path: Path, rows: str, keys: dict[str, Any]) -> None:
+    write(tmp_path, n__csv="id\n7\n8\n9\n", e__csv="s,t\n7,8\n")
+    sql(f"COPY (SELECT * FROM (VALUES {rows}) t(who, next)) TO '{tmp_path}/task.parquet'")
+    task = {"table": "task.parquet", "entity": "n", "targets": "n", "id": "who", "label": "next", **keys}
+    nodes, edges = {"files": "n.csv", "id": "id"}, {"files": "e.csv", "source": "s", "target": "t"}
+    graph = load(tmp_path, {"nodes": {"n": nodes}, "edges": {"e": edges}, "tasks": {"k": task}}, tmp_path / "work")
+    assert graph.edges["k", "lists", "n"].edge_index.tolist() == [[0, 2], [1, 2]]
+
+
+def test_dropped_edges_leave_no_trace(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id\n7\n8\n9\n")
+    (tmp_path / "edges.csv").write_text("s,t,f,c,w\n7,8,1,a,1\n5,8,1000,b,\n8,9,3,c,2\n,9,x,,-1\n")
+    keys = {"files": "edges.csv", "features": ["f"], "standardize": True, "one_hot": ["c"], "weight": "w"}
+    edges = graph_of(tmp_path, {}, keys | {"dangling": "drop"}).edges["node", "to", "node"]
+    assert edges.attrs["edge_attr"].tolist() == [[-1, 1, 0], [1, 0, 1]]
+    assert edges.attrs["edge_weight"].tolist() == [1, 2]
+
+
+def test_shares_that_add_up_to_1_leave_no_node_out(tmp_path: Path) -> None:
+    nodes = {"split": {"train": 0.8, "val": 0.1, "test": 0.1}}
+    for count in (1, 2, 3, 5, 15, 25):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        write(folder, n__csv="id\n" + "".join(f"{7 + k}\n" for k in range(count)))
+        (folder / "loop.csv").write_text("s,t\n7,7\n")
+        splits = graph_of(folder, nodes, {"files": "loop.csv"}).nodes["node"].splits
+        found = np.concatenate([np.asarray(ids) for ids in splits.values()])
+        assert sorted(found.tolist()) == list(range(count))
+
+
+@pytest.mark.parametrize("unit", [1000, 10**9])
+def test_times_in_another_unit_than_the_splits_are_noted(tmp_path: Path, unit: int) -> None:
+    days = [19850, 19860, 19870]
+    write(tmp_path, n__csv="id,y,at\n" + "".join(f"{7 + k},0,{day * 86400 * unit}\n" for k, day in enumerate(days)))
+    split = {"val_time": "2024-05-12", "test_time": "2024-05-22"}
+    notes = graph_of(tmp_path, {"label": "y", "time": "at", "split": split}).notes
+    assert any("no row is in train or val" in note and str(days[0] * 86400 * unit) in note for note in notes)
+
+
+def test_the_row_with_a_wrong_time_is_named(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id,at\n7,5\n8,6\n9,2024-05-17\n")
+    with pytest.raises(DataError, match=r"n\.csv, row 3: at is '2024-05-17' \(1 such rows\); time"):
+        graph_of(tmp_path, {"time": "at"})
 
 
 def test_the_text_nan_is_no_label(tmp_path: Path) -> None:

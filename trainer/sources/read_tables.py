@@ -264,9 +264,11 @@ class _Conversion:
         if element is None and table.separator is not None:
             if of != "VARCHAR":
                 raise DataError(f"{scan.where}: label {column!r} is {of}, and `separator` is for texts; leave it out")
+            item = "trim(v, ' []''\"')"
             element, value = (
                 "VARCHAR",
-                f"[trim(v, ' []''\"') FOR v IN string_split({value}, {sql_text(table.separator)})]",
+                f"[{scan.without_nulls(item, 'VARCHAR', is_label=True)} FOR v IN "
+                f"string_split({value}, {sql_text(table.separator)})]",
             )
         united = element is None
         if element is None:
@@ -284,9 +286,9 @@ class _Conversion:
         )
         self.database.run(
             f"CREATE TABLE {name}_targets AS SELECT gf_row, gf_s, gf_text, t.number AS gf_t FROM (SELECT gf_row, gf_s, "
-            f"CAST(v AS VARCHAR) AS gf_text, {self._id_of('v', element, table.targets or '')} AS gf_id FROM "
+            f"{as_text('v', element)} AS gf_text, {self._id_of('v', element, table.targets or '')} AS gf_id FROM "
             f"(SELECT gf_row, gf_s, unnest({value}) AS v FROM {scan.sql} s JOIN {name}_rows r ON gf_row = s.rowid)) "
-            f"LEFT JOIN {targets}_ids t ON t.id = gf_id WHERE gf_text != ''",
+            f"LEFT JOIN {targets}_ids t ON t.id = gf_id WHERE trim(gf_text) != ''",
             scan.where,
         )
         unknown = f"FROM {name}_targets WHERE gf_t IS NULL"
@@ -436,27 +438,30 @@ class _Conversion:
                 )
         elif table.split is not None:
             found = _drawn(table.split, np.flatnonzero(labelled), times)
+            if times is not None:
+                sizes = [len(found.get(split, ())) for split in SPLITS]
+                self._note_empty_splits(table.split, sizes, times.values, scan)
         else:
             return {}
         return {f"{split}_idx": RawArray(ids, scan.where) for split, ids in found.items() if len(ids)}
+
+    def _note_empty_splits(
+        self, split: Mapping[str, float], sizes: Sequence[int], times: Array, scan: Scan
+    ) -> None:  # fmt: skip
+        """Note which splits that begin at given times got none of the rows, whose times may have another unit."""
+        empty = [name for name, size in zip(SPLITS, sizes, strict=True) if not size]
+        if "val_time" in split and empty and any(sizes):
+            self.notes.append(
+                f"{scan.where}: WARNING: no row is in {' or '.join(empty)}: val begins at {split['val_time']:.0f}, "
+                f"test at {split['test_time']:.0f}, and the times are {times.min()} to {times.max()}; write val_time "
+                "and test_time in the unit of the times (dates are Unix seconds)"
+            )
 
     # --- edges ------------------------------------------------------------------------------------------------
 
     def _edges(
         self, of: EdgeType, table: EdgeTable, scan: Scan, number_of: Mapping[NodeType, str], name: str
     ) -> dict[str, RawArray]:
-        columns = self._columns(of, table, scan, "edge_attr")
-        if table.weight is not None:
-            columns.append(
-                number_array("edge_weight", check_numbers(scan, [table.weight], "weight", table.fill), np.float32)
-            )
-        if table.label:
-            columns.append(self._label(of, table.label, scan))
-        if table.has_split and not isinstance(table.split, Mapping):
-            columns.append(self._edge_split(of, table, scan))
-        if table.relation is not None:
-            columns.append(self._relations(table.relation, scan))
-        self._check_names(columns, scan)
         source, target = self._id(scan, table.source, of[0]), self._id(scan, table.target, of[2])
         self.database.run(
             f"CREATE TABLE {name} AS SELECT gf_row, s.number AS gf_s, t.number AS gf_t "
@@ -469,6 +474,18 @@ class _Conversion:
         if total == 0:
             raise DataError(f"{scan.where}: {scan.files[0]} has no rows")
         count = self._check_dangling(of, table, scan, name, number_of)
+        columns = self._columns(of, table, scan, "edge_attr")
+        if table.weight is not None:
+            columns.append(
+                number_array("edge_weight", check_numbers(scan, [table.weight], "weight", table.fill), np.float32)
+            )
+        if table.label:
+            columns.append(self._label(of, table.label, scan))
+        if table.has_split and not isinstance(table.split, Mapping):
+            columns.append(self._edge_split(of, table, scan))
+        if table.relation is not None:
+            columns.append(self._relations(table.relation, scan))
+        self._check_names(columns, scan)
         arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, total) for each in columns}
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
         if table.label and table.has_split and not self._holds_out(of):
@@ -574,6 +591,8 @@ class _Conversion:
                 split = np.asarray(arrays[EDGE_SPLIT].values[begin:end])
             out[begin:end] = np.where(labelled, split, -1)
             sizes += np.bincount(out[begin:end][out[begin:end] >= 0], minlength=len(SPLITS))
+        if isinstance(table.split, Mapping) and "edge_time" in arrays:
+            self._note_empty_splits(table.split, sizes.tolist(), arrays["edge_time"].values, scan)
         named = zip(sizes, SPLITS, strict=True)
         self.notes.append(f"{scan.where}: splits: {', '.join(f'{size:,} {split}' for size, split in named if size)}")
         return RawArray(out, scan.where)
@@ -715,13 +734,10 @@ def _drawn(shares: Mapping[str, float], nodes: Array, times: RawArray | None) ->
     if "val_time" in shares and times is not None:
         place = np.searchsorted([shares["val_time"], shares["test_time"]], times.values[nodes], side="right")
         return {split: nodes[place == k] for k, split in enumerate(SPLITS)}
-    order, begin = np.random.default_rng(0).permutation(nodes), 0
-    found: dict[str, Array] = {}
-    for name, share in shares.items():
-        size = round(share * len(nodes))
-        found[name] = np.sort(order[begin : begin + size])
-        begin += size
-    return found
+    order = np.random.default_rng(0).permutation(nodes)
+    # rounded together, so that no node is left out if the shares add up to 1
+    ends = [round(sum([*shares.values()][: k + 1]) * len(nodes)) for k in range(len(shares))]
+    return {name: np.sort(order[begin:end]) for name, begin, end in zip(shares, [0, *ends], ends, strict=False)}
 
 
 def _listed(texts: Sequence[str]) -> str:

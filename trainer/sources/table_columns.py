@@ -27,9 +27,9 @@ class NumberColumn:
     """A checked column of numbers, or of lists of ``width`` numbers (0: not a list)."""
 
     name: str
-    sql: str  #: DOUBLE, or FLOAT[]
+    sql: str  #: DOUBLE, FLOAT[] or BIGINT[]
     width: int
-    whole: bool  #: all values are integers; False for lists
+    whole: bool  #: all values are to be stored as integers; of lists, those of attributes
 
 
 def list_type(of: str) -> str | None:
@@ -82,8 +82,9 @@ def check_numbers(scan: Scan, columns: Iterable[str], role: str, fill: float | N
     found = []
     for name in names:
         if name not in whole:
-            sql = f"CAST({quoted(name)} AS FLOAT[])"
-            found.append(NumberColumn(name, sql, _check_lists(scan, name, role), False))
+            integers = role == "attributes" and list_type(scan.types[name]) in _INTEGERS
+            sql = f"CAST({quoted(name)} AS {'BIGINT' if integers else 'FLOAT'}[])"
+            found.append(NumberColumn(name, sql, _check_lists(scan, name, role), integers))
             continue
         number = as_double(name, scan.types[name])
         sql = _as_integer(name, scan.types[name]) if whole[name] else number
@@ -116,7 +117,8 @@ def _check_scalars(scan: Scan, names: list[str], role: str, fill: float | None) 
             faults = _faults(quoted(name), as_double(name, scan.types[name]))
             found = dict(zip(faults, counts, strict=True))
             has_gaps = found["missing"] or found["NaN"]
-            whole[name] = bool(integral) and (fill is None or not has_gaps or fill.is_integer())
+            fits = fill is None or not has_gaps or (fill.is_integer() and abs(fill) < 1 << 63)
+            whole[name] = bool(integral) and fits
             for kind, (condition, advice) in faults.items():
                 count = found[kind]
                 if not count or (fill is not None and kind in ("missing", "NaN")):
@@ -355,11 +357,12 @@ def time_sql(scan: Scan, column: str) -> str:
         sql = _as_integer(column, of)
         if of == "VARCHAR":  # without true and false
             sql = f"CASE WHEN TRY_CAST({name} AS DOUBLE) IS NOT NULL THEN {sql} END"
-        all_integers = f"SELECT bool_and(({sql}) IS NOT NULL) FROM {scan.sql} WHERE {name} IS NOT NULL"
-        if of == "VARCHAR" and not scan.database.rows(all_integers, scan.where)[0][0]:
-            # a blank before the offset, as in Python's and git's formats, is not read by DuckDB
-            moment = f"regexp_replace(trim({name}), '\\s+([+-]\\d\\d|Z$)', '\\1')"
-            sql = f"CAST(floor(epoch(TRY_CAST({moment} AS TIMESTAMPTZ))) AS BIGINT)"
+        # a blank before the offset, as in Python's and git's formats, is not read by DuckDB
+        moment = f"regexp_replace(trim({name}), '\\s+([+-]\\d\\d|Z$)', '\\1')"
+        moment = f"CAST(floor(epoch(TRY_CAST({moment} AS TIMESTAMPTZ))) AS BIGINT)"
+        counts = f"SELECT count(({sql})), count(({moment})) FROM {scan.sql}"
+        if of == "VARCHAR" and (found := scan.database.rows(counts, scan.where)[0])[1] > found[0]:
+            sql = moment
     else:
         raise DataError(f"{scan.where}: time {column!r} is {of}, expected integers, dates or timestamps")
     advice = (

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import re
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from trainer.core.memory import size_text
 from trainer.core.progress import progress
 from trainer.sources.csv_files import check_magic, check_zst, copy_as_utf8, has_header, split_rows
 from trainer.sources.table_files import is_parquet
-from trainer.sources.table_options import Table
+from trainer.sources.table_options import CATEGORY_ROLES, KEY_ROLES, Table
 
 _WATCH_INTERVAL = 5.0  #: seconds
 
@@ -117,6 +117,10 @@ _NUMBER_TYPE = re.compile(r"(U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DEC
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
+_PLAIN = r"[+-]?(0|[1-9][0-9]*)?(\.[0-9]*)?([eE][+-]?[0-9]+)?"  #: of a number without leading zeros
+
+_NO_TEXTS = ("BOOLEAN", "STRUCT", "MAP", "UNION", "BLOB")  #: types without values that ``null_values`` can name
+
 ROW_NUMBER = "rowid"  #: name of a column that is in no file: the number of the row, from 0
 
 _FILE = "\0"  #: in SQL, the file that is read: a CSV file or its copy in UTF-8
@@ -177,6 +181,7 @@ class Scan:
             except DataError:
                 self._check_types(wanted)
                 raise
+            self._unite_numbers(name, wanted)
             return name
         for path in self.files:
             found = self._file_columns(path)
@@ -185,21 +190,59 @@ class Scan:
                 raise DataError(f"{path}: has no column {next(iter(wanted))!r}, which other files of {self.where} have")
             (row,) = self._query_csv(path, insert(columns, self._csv(path)))
             self._rows[path] = int(row[0])
+        self._unite_numbers(name, wanted)
         return name
 
+    def _unite_numbers(self, table: str, wanted: Mapping[str, str]) -> None:
+        """Read texts as numbers in columns of the copy that are not checked as numbers later, if all of them are.
+
+        ``nan`` becomes NULL. In categories ``12.0`` becomes ``12`` if whole numbers are also written without a decimal
+        point, as in another file; of ids it is decided for a node type.
+        """
+        for column in self.options.columns_of(KEY_ROLES + CATEGORY_ROLES) & wanted.keys():
+            if wanted[column] != "VARCHAR":
+                continue
+            name, nan = quoted(column), f"lower(trim({quoted(column)})) = 'nan'"
+            whole = f"regexp_full_match(trim({name}), '-?[0-9]+\\.0+')"
+            both = f"bool_or({whole}) AND bool_or(regexp_full_match(trim({name}), '-?[0-9]+'))"
+            missing, decimal = self.database.rows(f"SELECT bool_or({nan}), {both} FROM {table}", self.where)[0]
+            decimal = decimal and column in self.options.columns_of(CATEGORY_ROLES)
+            numbers = f"SELECT bool_and(TRY_CAST({name} AS DOUBLE) IS NOT NULL) FROM {table} WHERE {name} IS NOT NULL"
+            if not (missing or decimal) or not self.database.rows(numbers, self.where)[0][0]:
+                continue
+            if missing:
+                self.database.run(f"UPDATE {table} SET {name} = NULL WHERE {nan}", self.where)
+            if decimal:
+                plain = f"split_part(trim({name}), '.', 1)"
+                self.database.run(f"UPDATE {table} SET {name} = {plain} WHERE {whole}", self.where)
+
     def _without_nulls(self, column: str, of: str) -> str:
-        """Return the SQL expression of a column in which missing values are NULL."""
-        name, nulls = quoted(column), self.options.null_values
+        """Return the SQL expression of a column in which missing values are NULL, also within lists."""
+        is_label, element = column in getattr(self.options, "label", ()), of.rpartition("[")[0]
+        if not element or "[" in element or not (self.options.null_values or is_label):
+            return self.without_nulls(quoted(column), of, is_label)
+        return f"CAST([{self.without_nulls('v', element, is_label)} FOR v IN {quoted(column)}] AS {of})"
+
+    def without_nulls(self, name: str, of: str, is_label: bool) -> str:
+        """Return the SQL expression of a value that is not a list, in which missing values are NULL.
+
+        ``name``: SQL expression of the value. ``of``: its type.
+        """
+        nulls = self.options.null_values
+        numbers = ", ".join(f"{text(each)}::DOUBLE" for each in nulls if _NUMBER.fullmatch(each))
         if of == "VARCHAR":
-            nan = _NAN if column in getattr(self.options, "label", ()) else ()
-            floats = (f"{each}.0" for each in nulls if each.isdecimal() or each[:1] == "-" and each[1:].isdecimal())
-            texts = ", ".join(map(text, ("", *nulls, *floats, *nan)))
-            return f"CASE WHEN trim({name}) NOT IN ({texts}) THEN {name} END"
-        numbers = [each for each in nulls if _NUMBER.fullmatch(each)]
-        if not numbers or not _NUMBER_TYPE.match(of):
-            return name
-        listed = ", ".join(f"{text(each)}::DOUBLE" for each in numbers)
-        return f"CASE WHEN CAST({name} AS DOUBLE) NOT IN ({listed}) THEN {name} END"
+            texts = ", ".join(map(text, ("", *nulls, *(_NAN if is_label else ()))))
+            missing = f"trim({name}) IN ({texts})"
+            if numbers:  # in any form, but 007 is not 7
+                same = f"coalesce(TRY_CAST({name} AS DOUBLE) IN ({numbers}), false)"
+                missing += f" OR (regexp_full_match(trim({name}), '{_PLAIN}') AND {same})"
+        elif _NUMBER_TYPE.match(of):
+            missing = f"CAST({name} AS DOUBLE) IN ({numbers})" if numbers else ""
+        else:
+            is_flat = nulls and not of.startswith(_NO_TEXTS)
+            same = ", ".join(f"TRY_CAST({text(each)} AS {of})" for each in nulls)
+            missing = f"coalesce({name} IN ({same}), false)" if is_flat else ""
+        return f"CASE WHEN NOT ({missing}) THEN {name} END" if missing else name
 
     def _check_types(self, wanted: Collection[str]) -> None:
         """Raise ``DataError`` if a column has types in two Parquet files that are not converted to each other."""

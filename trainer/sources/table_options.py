@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timezone
@@ -25,6 +25,10 @@ _ROLES = (
     *("id", "source", "target", "relation", "label", "split", "weight", "time"),
     *("features", "one_hot", "categories", "attributes"),
 )
+
+KEY_ROLES = ("id", "source", "target", "split")
+
+CATEGORY_ROLES = ("relation", "one_hot", "categories")
 
 _FORMAT = ("delimiter", "encoding", "null_values")  #: keys of a table that can be given for all tables
 
@@ -52,8 +56,12 @@ class Table:
 
     def used_columns(self) -> set[str]:
         """Return the names of all columns that are read."""
+        return self.columns_of(_ROLES)
+
+    def columns_of(self, roles: Iterable[str]) -> set[str]:
+        """Return the names of the columns that are given for one of some keys."""
         found: set[str] = set()
-        for role in _ROLES:
+        for role in roles:
             given = getattr(self, role, None)
             found |= {given} if isinstance(given, str) else set(given) if isinstance(given, tuple) else set()
         return found

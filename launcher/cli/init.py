@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +131,7 @@ def _request_of(values: dict[str, Any]) -> InitRequest:
         dataset=dataset or ("file" if source else ""),
         source=source,
         shared=values["shared"].rstrip("/") if values["shared"] else None,
-        key=written_path(Path(values["key"]).expanduser().absolute()) if values["key"] else None,
+        key=written_path(Path(os.path.expanduser(values["key"])).absolute()) if values["key"] else None,
         **{name: values[name] for name in ("user", "password", "host_keys")},
     )
     for name, text in environment.items():  # the shell has expanded ~, but home folders differ between hosts

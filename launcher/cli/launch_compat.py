@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -156,7 +157,7 @@ def config_of(values: Mapping[str, Any]) -> Path | None:
         return config or (NODES_ONLY if values.get("nodes") else None)
     if config is not None:
         raise UsageError("--config and --ip_config are both given; keep the one that lists the hosts")
-    in_workspace = Path(values.get("workspace") or ".").expanduser() / ip_config
+    in_workspace = Path(os.path.expanduser(values.get("workspace") or ".")) / ip_config
     return in_workspace if in_workspace.exists() else Path(ip_config)
 
 

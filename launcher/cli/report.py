@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -82,7 +83,7 @@ def compare(ctx: click.Context, runs: tuple[str, ...], runs_dir: str | None, as_
     from launcher.report.run_history import find_run
 
     before = ctx.obj or {}
-    folders = [Path(runs_dir or before.get("runs_dir") or "runs").expanduser()]
+    folders = [Path(os.path.expanduser(runs_dir or before.get("runs_dir") or "runs"))]
     found = [find_run(run, folders) for run in runs]
     if len({one.folder.resolve() for one in found if one.folder}) < len(runs) or len(runs) < 2:
         raise click.UsageError("give two or more different runs; `gnnfleet runs` lists those known here", ctx)

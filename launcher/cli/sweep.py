@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def sweep(
     if resumed is not None:
         if config or sets or include or exclude or epochs or any(values.values()):
             raise click.UsageError("--resume continues a sweep as it was begun; leave the other options out", ctx)
-        folder = chosen_folder(resumed, [Path(runs_dir or "runs").expanduser().absolute().parent / "sweeps"])
+        folder = chosen_folder(resumed, [Path(os.path.expanduser(runs_dir or "runs")).absolute().parent / "sweeps"])
         definition = folder.definition()
     else:
         if config is None:

@@ -120,6 +120,7 @@ def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     ``run.files`` are reported as problems.
     """
     local = config.local
+    _check_path(reader, ("run", "runs_dir"), config.run.runs_dir)
     nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))
     data, run, train = config.data, config.run, config.train
     if data.mode == "sync":
@@ -140,6 +141,17 @@ def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     )
 
 
+def _check_path(reader: Reader, place: KeyPath, text: str) -> None:
+    """Report a variable, or the home folder of an unknown user, which would become the name of a folder."""
+    wrong = ""
+    if variable := _VARIABLE.search(text):
+        wrong = f"`{variable[0]}` is not replaced in paths; write its value, or ~/ for the home folder"
+    elif text.startswith("~") and os.path.expanduser(text) == text:
+        wrong = f"there is no user {text.partition('/')[0][1:]} on this machine, or no home folder"
+    if wrong and reader.good(place):
+        reader.report(place, f"{dotted(place)}: `{text}`: {wrong}")
+
+
 def _node(node: NodeConfig, k: int, local: bool, reader: Reader) -> NodeConfig:
     changes: dict[str, str] = {}
     if node.key:
@@ -152,11 +164,13 @@ def _node(node: NodeConfig, k: int, local: bool, reader: Reader) -> NodeConfig:
 
 
 def _here(reader: Reader, place: KeyPath, text: str) -> str:
+    _check_path(reader, place, text)
     return os.path.normpath(reader.origin(place).folder / os.path.expanduser(text))
 
 
 def _on_node(reader: Reader, place: KeyPath, text: str, local: bool) -> str:
     if text.startswith(("/", "~/")):
+        _check_path(reader, place, text)
         return text
     if local:
         return _here(reader, place, text)
@@ -168,7 +182,7 @@ def _on_node(reader: Reader, place: KeyPath, text: str, local: bool) -> str:
 
 def _existing(reader: Reader, place: KeyPath, text: str) -> str:
     path = _here(reader, place, text)
-    if not os.path.exists(path):
+    if reader.good(place) and not os.path.exists(path):
         reader.report(place, f"run.files: no file or folder `{path}` on this machine")
     return path
 
@@ -179,6 +193,8 @@ def _checkpoint(reader: Reader, place: KeyPath, text: str) -> str:
 
 
 Choose = Callable[[ClusterConfig], ClusterConfig]
+
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
 _EACH_LINE = 3  # a mistake that stands in more lines than this is reported with the first of them only
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickletools
 import re
 import zipfile
@@ -160,7 +161,7 @@ def graph_of(dataset: str, source: str | None) -> GraphDraft:
         about = "generated; others: `file`, ogbn-products, Planetoid:Cora …"
         return GraphDraft(dataset, source, options={"num_nodes": 100_000, "avg_degree": 15}, about=about)
     if dataset == "file" and source:
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))
         hetero = _typed_names(path) if path.is_dir() else _pickled_hetero(path)
         return GraphDraft(dataset, source, hetero, about="your own arrays, or a Data or HeteroData (docs/data.md)")
     if dataset == "tables" and source:

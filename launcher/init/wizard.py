@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -61,7 +62,7 @@ def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
         devices = device_ids(discovery.facts, names, discovery.facts, chosen)
         graph = graph_of(request.dataset or "synthetic", request.source)
         if graph.source:
-            path, folder = Path(graph.source).expanduser(), dest.absolute().parent
+            path, folder = Path(os.path.expanduser(graph.source)), dest.absolute().parent
             graph = replace(
                 graph, source=str(path.relative_to(folder)) if path.is_relative_to(folder) else graph.source
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -159,7 +160,7 @@ class Choice:
 
     @property
     def runs_dirs(self) -> list[Path]:
-        return [Path(self.runs_dir or "runs").expanduser()]
+        return [Path(os.path.expanduser(self.runs_dir or "runs"))]
 
 
 @contextmanager

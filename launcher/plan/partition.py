@@ -228,7 +228,7 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
     A stamp file has the last partitioner command, and size and mtime of the manifest and the source files. If any of
     them has changed, the partitioner runs; it keeps parts whose fingerprint is the same. Raises PartitionFailed.
     """
-    folder = Path(config.data.folder).expanduser()
+    folder = Path(os.path.expanduser(config.data.folder))
     manifest = read_partition_files(folder)
     if manifest is not None and _read(folder / _STAMP) == _signature(config):
         console.print(Text(f"parts in {folder} are up to date"), soft_wrap=True)
@@ -243,7 +243,7 @@ def ensure_parts(config: ResolvedConfig, console: Console) -> PartitionFiles:
 
 def outdated(config: ResolvedConfig) -> bool:
     """Whether dataset, options or files changed after the stamp file was written; False if there is no stamp file."""
-    stamp = _read(Path(config.data.folder).expanduser() / _STAMP)
+    stamp = _read(Path(os.path.expanduser(config.data.folder)) / _STAMP)
     return stamp is not None and stamp != _signature(config)
 
 
@@ -257,7 +257,7 @@ def partition_command(action: str, config: ClusterConfig | None, words: Sequence
         made = partitioning(resolve(config)).command
         return Command((*made.argv, *words), made.env)
     place = None if config is None else config.data.source if action == "tables" else config.data.folder
-    folder = (str(Path(place).expanduser()),) if place is not None else ()
+    folder = (os.path.expanduser(place),) if place is not None else ()
     return local_trainer("partition", action, *folder, *words)
 
 
@@ -266,7 +266,9 @@ def drafted_tables(folder: str) -> dict[str, Any]:
 
     Raises UsageError with the trainer's message.
     """
-    found: dict[str, Any] = json.loads(trainer_output("partition", "tables", str(Path(folder).expanduser()), "--json"))
+    found: dict[str, Any] = json.loads(
+        trainer_output("partition", "tables", str(Path(os.path.expanduser(folder))), "--json")
+    )
     return found
 
 
@@ -341,7 +343,7 @@ def _show(line: str, console: Console) -> None:
 
 def _signature(config: ResolvedConfig) -> list[object]:
     try:
-        stat = (Path(config.data.folder).expanduser() / "manifest.json").stat()
+        stat = (Path(os.path.expanduser(config.data.folder)) / "manifest.json").stat()
         manifest = [stat.st_size, stat.st_mtime_ns]
     except FileNotFoundError:
         manifest = []
@@ -352,7 +354,7 @@ def _source_state(source: str | None) -> list[list[object]]:
     """Return path, size in bytes and mtime in ns of each file of the graph at ``source``."""
     if source is None:
         return []
-    top = Path(source).expanduser()
+    top = Path(os.path.expanduser(source))
     files = sorted(top.rglob("*")) if top.is_dir() else [top]
     return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
 

@@ -39,7 +39,9 @@ def rehearse(options: RehearseOptions, console: Console) -> RunReport:
     Raises UsageError and ConfigError for mistakes of the user, and FleetError if the run has ended before the step of
     the fault.
     """
-    folder = options.folder.expanduser().absolute()
+    folder = Path(os.path.expanduser(options.folder)).absolute()
+    if str(options.folder).startswith("~") and folder == options.folder.absolute():
+        raise UsageError(f"--folder {options.folder}: there is no such user, or no home folder, on this machine")
     config = read_config(options.launch)
     file = folder / "cluster.yml"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -42,7 +43,7 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     run matches, or several do.
     """
     if run is not None and "/" in run.rstrip("/"):
-        return read_folder(given_folder(Path(run).expanduser()))
+        return read_folder(given_folder(Path(os.path.expanduser(run))))
     known = known_runs(runs_dirs)
     if not known:
         raise UsageError(_none_known(run, runs_dirs))

@@ -124,6 +124,9 @@ def test_run_ids_contain_the_name_and_differ(config: Path, capsys: pytest.Captur
         (["lunch", "--config", "cluster.yml"], "No such command 'lunch'"),
         (["--config", "cluster.yml", "--num_training_procs", "0"], "num-training-procs"),
         (["--config", "cluster.yml", "--dry-run", "--resume", "no-such-run"], "no-such-run"),
+        (["--config", "cluster.yml", "--runs-dir", "~nobody-9/runs"], "there is no user nobody-9 on this machine"),
+        (["status", "~nobody-9/run"], "~nobody-9/run is not a folder"),
+        (["rehearse", "--config", "cluster.yml", "--folder", "~nobody-9/x"], "~nobody-9/x: there is no such user"),
     ],
 )
 def test_bad_usage_prints_one_message_and_exits_with_2(

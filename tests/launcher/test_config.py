@@ -163,6 +163,16 @@ MISTAKES = {
     TWO + "run: {master_port: free}\n": [
         "3: run.master_port: expected a whole number or `auto`, found the text `free`"
     ],
+    TWO + "run: {runs_dir: $HOME/runs}\n": [
+        "3: run.runs_dir: `$HOME/runs`: `$HOME` is not replaced in paths; write its value, or ~/ for the home folder"
+    ],
+    NODES + "  - {host: a, workdir: '/data/${USER}/w'}\n": [
+        "3: nodes.0.workdir: `/data/${USER}/w`: `${USER}` is not replaced in paths; "
+        "write its value, or ~/ for the home folder"
+    ],
+    TWO + "run: {files: [~nobody-9/x]}\n": [
+        "3: run.files.0: `~nobody-9/x`: there is no user nobody-9 on this machine, or no home folder"
+    ],
     "nodes: []\ndata: {dataset: synthetic}\n": ["1: nodes: empty; list at least one host"],
     TWO + "train: {batch_size: 0}\n": ["3: train.batch_size: must be at least 1; found 0"],
     TWO + "train: {epochs: -1}\n": ["3: train.epochs: must be at least 1; found -1"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def open_client(
 def connect_servers(
     endpoints: str | Sequence[str] | None, key: str | Path | None, ranks: Ranks, *, deadline: float, name: str,
 ) -> Graph:  # fmt: skip
-    keys = None if key is None else read_key_file(Path(key).expanduser())
+    keys = None if key is None else read_key_file(Path(os.path.expanduser(key)))
     named = endpoints or (keys.endpoints if keys else ())
     endpoint_list = list(named) if isinstance(named, Sequence) and not isinstance(named, str) else [named]
     if not endpoint_list:

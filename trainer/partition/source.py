@@ -122,7 +122,7 @@ def open_source(source: str | Path | None, options: Mapping[str, Any] | None = N
     """
     if not source:
         raise DataError("dataset partition: no source; give the partition folder to read")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not os.path.exists(path):  # False for every path that cannot exist
         raise DataError(f"{path} does not exist; expected a partition folder")
     folder, form = _located(path.parent if path.is_file() else path)

@@ -34,7 +34,7 @@ def source_files(source: str | None, options: SourceOptions) -> list[Path]:
     """Return the files that dataset `file` reads, sorted. Raises ``DataError`` when none is found."""
     if not source:
         raise DataError("dataset file: no source; give the folder of .npy/.npz files, or the .pt file")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
         return _folder_files(path, options)
     if not os.path.exists(path):  # False for every path that cannot exist
@@ -64,7 +64,7 @@ def read_files(source: str | None, options: SourceOptions) -> RawGraph:
 
         return read_pt(files[0])
     arrays = by_name(_arrays([path for path in files if path.suffix != ".json"]))
-    name = Path(str(source)).expanduser().resolve().stem
+    name = Path(os.path.expanduser(str(source))).resolve().stem
     typed = any(name.count("__") == 2 for name in arrays) and "edge_index" not in arrays
     if options.hetero or (options.hetero is None and typed):
         return _typed(name, arrays, _counts([path for path in files if path.suffix == ".json"]))

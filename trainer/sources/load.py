@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -113,7 +114,7 @@ def _place(path: Path, source: str | None) -> str:
     The path of a file in the folder ``source`` is relative to the folder. If ``source`` is a file, only its name is
     returned.
     """
-    folder = Path(str(source)).expanduser()
+    folder = Path(os.path.expanduser(str(source)))
     inside = folder.is_dir() and path.is_relative_to(folder)
     return path.relative_to(folder).as_posix() if inside else path.as_posix() if folder.is_dir() else path.name
 

@@ -29,7 +29,7 @@ def files_of_splits(table: Table, folder: Path, where: str) -> tuple[list[Path],
     splits: tuple[list[Path], list[Path], list[Path]] = ([], [], [])
     for own, key in zip(splits, ("files", "val_files", "test_files"), strict=True):
         for pattern in getattr(table, key, ()):
-            paths = _expand(folder / Path(pattern).expanduser())
+            paths = _expand(folder / Path(os.path.expanduser(pattern)))
             if not paths:
                 raise DataError(f"{where}: {folder / pattern} does not exist or has no CSV or Parquet file")
             own += [path for path in paths if path not in own]
@@ -74,7 +74,7 @@ def is_parquet(path: Path) -> bool:
 
 def source_folder(source: str | None) -> Path:
     """Return the folder that paths of tables are relative to: ``source``, or the current folder if it is None."""
-    folder = Path(source or ".").expanduser()
+    folder = Path(os.path.expanduser(source or "."))
     if not os.path.isdir(folder):  # False for every path that cannot exist
         raise DataError(f"dataset tables: source {folder} is not a folder; give the folder of the tables")
     return folder

@@ -70,7 +70,7 @@ def named_parts(workspace: str | None, *paths: str | None) -> ForeignParts | Non
     A relative path is looked up in ``workspace`` first, then in the current directory.
     """
     for path in filter(None, paths):
-        for place in (Path(workspace or ".").expanduser() / path, Path(path)):
+        for place in (Path(os.path.expanduser(workspace or ".")) / path, Path(path)):
             if (found := find_parts(place)) is not None:
                 return found
     return None

@@ -6,6 +6,7 @@ node ids of each split in one file per part, `NAME-train-partitions/partition0.p
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -83,8 +84,8 @@ def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[
 
 
 def _given(name: str, path: str, folder: Path) -> tuple[Path, ...]:
-    there = folder / Path(path).expanduser()
-    there = there if there.exists() else Path(path).expanduser()
+    there = folder / Path(os.path.expanduser(path))
+    there = there if there.exists() else Path(os.path.expanduser(path))
     if there.is_dir():
         files = _numbered(there)
         if not files:

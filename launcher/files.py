@@ -85,7 +85,7 @@ def atomic_file(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
     """Open a temporary file next to ``dest``; rename it to ``dest`` when the ``with`` block ends without an error.
 
     Missing parent folders are created. ``mode``: permissions of the file before its first byte is written; None for the
-    umask's default.
+    umask's default. An OSError about the temporary file names ``dest``.
     """
     dest.parent.mkdir(parents=True, exist_ok=True)
     temporary = dest.with_name(f".{uuid.uuid4().hex}.part")  # without the name, which may already be as long as allowed
@@ -96,6 +96,10 @@ def atomic_file(dest: Path, *, mode: int | None = None) -> Iterator[BinaryIO]:
                 os.fchmod(out.fileno(), mode)
             yield out
         temporary.replace(dest)
+    except OSError as error:
+        if str(error.filename) == str(temporary):
+            error.filename = str(dest)  # the name that the user knows
+        raise
     finally:
         temporary.unlink(missing_ok=True)
         _unfinished.discard(temporary)

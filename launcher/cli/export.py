@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.launch_compat import options_of
-from launcher.cli.options import GroupedOptions, examples
+from launcher.cli.options import GroupedOptions, OutputFile, examples
 from launcher.errors import UsageError
 from launcher.text import say
 
@@ -23,7 +23,7 @@ _KINDS = ("kubernetes", "slurm", "torchrun", "bash")
 _OPTIONS = (
     click.option("--to", "kind", type=click.Choice(_KINDS), required=True, metavar="KIND",
                  help=f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}."),
-    click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE",
+    click.option("--output", "-o", type=OutputFile(or_stdout=True), metavar="FILE",
                  help="File to write; default: stdout."),
     click.option("--force", is_flag=True, help="Overwrite existing files."),
     click.option("--image", metavar="IMAGE", help="kubernetes: image with gnnfleet."),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launcher.cli.completion import host_names, template_names
-from launcher.cli.options import GroupedOptions, console_of, program_name
+from launcher.cli.options import GroupedOptions, OutputFile, console_of, program_name
 from launcher.errors import UsageError
 from launcher.text import say
 
@@ -26,7 +26,7 @@ Example:
 
 _OPTIONS = (
     click.argument("hosts", nargs=-1, shell_complete=host_names),
-    click.option("--output", "-o", type=click.Path(path_type=Path), default="cluster.yml", metavar="FILE",
+    click.option("--output", "-o", type=OutputFile(), default="cluster.yml", metavar="FILE",
                  help="File to write; default: cluster.yml."),
     click.option("--hosts", "more_hosts", multiple=True, metavar="A,B", shell_complete=host_names,
                  help="More hosts, separated by commas."),

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from launcher.cli.completion import host_names
-from launcher.cli.options import F, GroupedOptions, examples, with_options
+from launcher.cli.options import F, GroupedOptions, OutputFile, examples, with_options
 from launcher.config.importers.base import NODES_ONLY, Flags
 from launcher.config.importers.pyg_command import Remote, parse_remote
 from launcher.errors import UsageError
@@ -168,7 +168,7 @@ def config_of(values: Mapping[str, Any]) -> Path | None:
     short_help="Convert another launcher's host list or config.",
 )
 @click.argument("file", type=click.Path(path_type=Path), required=False)
-@click.option("--output", "-o", type=click.Path(path_type=Path), metavar="FILE", help="File to write; default: stdout.")
+@click.option("--output", "-o", type=OutputFile(or_stdout=True), metavar="FILE", help="File to write; default: stdout.")
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @click.pass_context
 def _import(ctx: click.Context, file: Path | None, output: Path | None, force: bool, **values: Any) -> None:

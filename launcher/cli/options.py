@@ -46,6 +46,21 @@ _MAX_UNGROUPED = 8  #: maximum number of options for a help without headings
 _MAX_COLUMN = 30  #: maximum width of an option with its value; the help of a wider one begins on the next line
 
 
+class OutputFile(click.Path):
+    """A file to write. ``-`` means stdout (None) where that is the default, and is refused elsewhere."""
+
+    def __init__(self, *, or_stdout: bool = False) -> None:
+        super().__init__(path_type=Path, dir_okay=False)
+        self.or_stdout = or_stdout
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if str(value) != "-":
+            return super().convert(value, param, ctx)
+        if not self.or_stdout:
+            self.fail("this command does not write to stdout; name a file (./- for one called -)", param, ctx)
+        return None
+
+
 class GroupedOptions(click.Command):
     """A command whose help groups its options under headings if it has more than ``_MAX_UNGROUPED`` of them."""
 

@@ -8,15 +8,13 @@ from pathlib import Path
 import click
 
 from launcher.cli.completion import run_ids
-from launcher.cli.options import RUN, GroupedOptions, console_of, echo_json, examples, with_options
+from launcher.cli.options import RUN, GroupedOptions, OutputFile, console_of, echo_json, examples, with_options
 from launcher.text import say
 
 
 @click.command(cls=GroupedOptions, epilog=examples("report toy-2026", "report toy-2026 --watch"))
 @RUN[0]
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="File to write; default: RUN/report.html."
-)
+@click.option("-o", "--output", type=OutputFile(), metavar="FILE", help="File to write; default: RUN/report.html.")
 @click.option("--watch", is_flag=True, help="Serve a live page on localhost until Ctrl-C.")
 @click.option("--port", type=click.IntRange(1, 65535), metavar="N", help="Port for --watch; default: a free one.")
 @with_options(*RUN[1:])

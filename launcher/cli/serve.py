@@ -20,6 +20,7 @@ from launcher.cli.options import (
     VERBOSE,
     GroupedOptions,
     GroupWithGroupedOptions,
+    OutputFile,
     console_of,
     echo_json,
     examples,
@@ -180,7 +181,7 @@ def stop(ctx: click.Context, as_json: bool, now: bool, **values: Any) -> None:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=OutputFile(),
     required=True,
     metavar="FILE",
     help="Key file to write.",

@@ -125,6 +125,8 @@ def test_run_ids_contain_the_name_and_differ(config: Path, capsys: pytest.Captur
         (["--config", "cluster.yml", "--num_training_procs", "0"], "num-training-procs"),
         (["--config", "cluster.yml", "--dry-run", "--resume", "no-such-run"], "no-such-run"),
         (["--config", "cluster.yml", "--runs-dir", "~nobody-9/runs"], "there is no user nobody-9 on this machine"),
+        (["init", "--template", "local", "-o", "-"], "does not write to stdout; name a file"),
+        (["report", "used", "-o", "runs"], "File 'runs' is a directory"),
         (["status", "~nobody-9/run"], "~nobody-9/run is not a folder"),
         (["rehearse", "--config", "cluster.yml", "--folder", "~nobody-9/x"], "~nobody-9/x: there is no such user"),
     ],
@@ -137,6 +139,18 @@ def test_bad_usage_prints_one_message_and_exits_with_2(
     output = capsys.readouterr()
     assert message in output.err and "Traceback" not in output.err
     assert output.out == ""
+
+
+def test_output_to_a_dash_is_stdout(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["export", "--config", str(config), "--to", "bash", "-o", "-"]) == 0
+    assert capsys.readouterr().out.startswith("#!") and not Path("-").exists()
+
+
+def test_a_file_that_cannot_be_written_is_named_as_it_was_given(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["export", "--config", str(config), "--to", "bash", "-o", "/proc/run.sh"]) == 1
+    assert capsys.readouterr().err == "error: /proc/run.sh: No such file or directory\n"
 
 
 @pytest.mark.parametrize(

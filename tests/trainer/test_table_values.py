@@ -224,6 +224,23 @@ def test_the_row_with_a_wrong_time_is_named(tmp_path: Path) -> None:
         graph_of(tmp_path, {"time": "at"})
 
 
+def test_labels_of_minus_1_are_noted(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id,y\n7,-1\n8,1\n9,-1.0\n")
+    graph = graph_of(tmp_path, {"label": "y"})
+    assert graph.nodes["node"].attrs["y"].tolist() == [-1, 1, -1]
+    assert any("2 of 3 labels are -1, which means no label; WARNING: all others" in note for note in graph.notes)
+
+
+def test_labels_of_texts_and_weights_of_lists_are_no_numbers(tmp_path: Path) -> None:
+    write(tmp_path, n__csv="id,y\n7,high\n8,low\n9,\n")
+    with pytest.raises(DataError, match=r"nodes\.n: label 'y' has values that are no numbers, and `num_classes: 0`"):
+        graph_of(tmp_path, {"label": "y"}, num_classes=0)
+    (tmp_path / "work").rename(tmp_path / "work2")
+    sql(f"COPY (SELECT 7 AS s, 8 AS t, [1.0, 2.0] AS w) TO '{tmp_path}/pairs.parquet'")
+    with pytest.raises(DataError, match=r"weight 'w' has lists; it must be one number for each edge"):
+        graph_of(tmp_path, {}, {"files": "pairs.parquet", "weight": "w"})
+
+
 def test_the_text_nan_is_no_label(tmp_path: Path) -> None:
     write(tmp_path, n__csv="id,y\n7,nan\n8,cat\n9,dog\n")
     assert graph_of(tmp_path, {"label": "y"}).nodes["node"].attrs["y"].tolist() == [-1, 0, 1]

@@ -638,6 +638,38 @@ def test_categories_with_the_name_of_a_split_are_left_out_of_the_draft(tmp_path:
     assert "merchant_idx is not used: categories of nodes cannot have the name of a split; rename the column" in notes
 
 
+def test_splits_of_another_form_are_no_features_of_the_draft(tmp_path: Path) -> None:
+    lines = ["id,y,train_mask,is_test,fold,data_split,age,gap,none\n"]
+    for k in range(40):
+        split = ["training", "holdout"][k % 3 == 0]
+        lines.append(f"m{k},{k % 2},{k % 3 == 1},{k % 3 == 2},{k % 5},{split},{k * k},{'nan' if k % 3 else k},NaN\n")
+    write(customers(tmp_path), members__csv="".join(lines))
+    drafted = draft_tables(tmp_path)
+    table, notes = drafted["nodes"]["member"], " | ".join(drafted["comments"]["nodes"]["member"])
+    assert table["features"] == ["age", "gap"] and table["fill"] == 0 and "one_hot" not in table
+    for name in ("train_mask", "is_test", "fold", "data_split"):
+        assert f"{name} is not used: it looks like a split" in notes
+    assert "none is not used: it is empty" in notes
+
+
+@pytest.mark.parametrize(
+    ("values", "note"),
+    [
+        (("1", "-1"), "label: -1 means no label, and all others are one class"),
+        (("1", "0", "n/a"), "label: 13 of its 40 values are not numbers, such as 'n/a', so each text is a class"),
+        (("1.5", "inf"), "label is not used: it has infinite values"),
+    ],
+)
+def test_labels_that_are_not_meant_so_are_noted_in_the_draft(
+    tmp_path: Path, values: tuple[str, ...], note: str
+) -> None:  # fmt: skip
+    lines = [f"m{k},{values[k % len(values)]},{k * k % 7}\n" for k in range(40)]
+    write(customers(tmp_path), members__csv="id,label,age\n" + "".join(lines))
+    drafted = draft_tables(tmp_path)
+    assert any(text.startswith(note) for text in drafted["comments"]["nodes"]["member"])
+    assert ("label" in drafted["nodes"]["member"]) == ("inf" not in values)
+
+
 @pytest.mark.parametrize("values", [("1.0", "0.0"), ("True", "False"), ("yes", "no")])
 def test_two_values_and_empty_cells_are_the_label(tmp_path: Path, values: tuple[str, str]) -> None:
     cells = [("", *values)[k % 3] for k in range(30)]

@@ -190,6 +190,24 @@ def test_metrics_of_labels_equal_numpy_and_leave_out_missing_labels() -> None:
     assert Metric("roc_auc", "higher").improves(0.5, math.nan)
 
 
+def test_an_output_of_nan_is_wrong_in_every_metric() -> None:
+    y, nan = torch.tensor([0, 1, 0, 1]), torch.full((4, 2), math.nan)
+    for task, labels in (
+        (Classification(2, names=METRICS["classification"]), y),
+        (MultiLabel(2, METRICS["multilabel"]), torch.stack([y, 1 - y], 1)),
+    ):
+        found = scored(task, nan, labels)
+        assert found["average_precision"] == 0.5  # positives are last
+        assert all(value == 0 for name, value in found.items() if name != "average_precision")
+        one = scored(task, torch.tensor([[math.nan, 2.0], [2.0, -1.0], [2.0, -1.0], [-1.0, 2.0]]), labels)
+        assert one["accuracy"] == 0.5 if isinstance(task, Classification) else one["accuracy"] < 0.75
+    no_value = torch.tensor([[1.0, math.nan], [2.0, math.nan]])
+    found = Regression((0.0, 0.0), (1.0, 1.0)).metrics(
+        Regression((0.0, 0.0), (1.0, 1.0)).metric_sums(no_value.nan_to_num(), Labels(no_value)).tolist()
+    )
+    assert found["mae"] == found["mae_0"] == 0 and math.isnan(found["mae_1"])
+
+
 def test_scores_that_do_not_fit_into_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.train.tasks.choose.MOST_SCORES", 100)
     message = "roc_auc: the scores of a split would take 0 MB on each process, more than 0 MB; leave them out"

@@ -23,6 +23,11 @@ _LABELS = ("label", "labels", "y", "class", "target")
 
 _TIMES = ("time", "timestamp", "date", "datetime", "at", "year")
 
+#: names of columns that say in which split a row is
+_SPLIT_NAMES = re.compile(
+    r"(data|dataset)?_?(split|fold)s?(_?(id|index))?|k_?fold|(is_|in_)?(train|val|valid|validation|test)"
+)
+
 _SPLIT_WORDS = {"train", "val", "valid", "validation", "test", ""}
 
 _FEW = 1000  #: most texts of a column that are looked at
@@ -100,6 +105,14 @@ class _Column:
         return bool(self.texts) and {text.lower() for text in self.texts or ()} <= _SPLIT_WORDS
 
     @property
+    def looks_like_split(self) -> bool:
+        """Whether it tells the rows of a split, but not as the reader takes them: masks, numbers, other words."""
+        name = self.name.lower()
+        masks = split_prefix(name) in ("train", "val", "valid", "validation", "test")
+        few = self.kind in ("number", "text") and 2 <= self.distinct <= 20
+        return few and not self.is_split and (masks or _SPLIT_NAMES.fullmatch(name) is not None)
+
+    @property
     def is_numbered(self) -> bool:
         """Whether the values are nearly all integers between the least and the largest, as numbers of rows are."""
         return self.whole and self.distinct >= _DENSE * (self.high - self.low + 1)
@@ -144,6 +157,8 @@ class _Column:
         """Return why the draft does not use the column, and what can be done."""
         if self.kind == "empty":
             return "it is empty"
+        if self.looks_like_split:
+            return "it looks like a split, which must be one column with the texts train, val and test"
         if self.kind == "twice":
             return "two columns have this name; rename one of them"
         if self.kind == "index":
@@ -321,6 +336,7 @@ def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
         return _Column(name, "text" if of == "UUID" else "other", of, unique=of == "UUID")
     column = quoted(name)
     column = f"CASE WHEN NOT isnan({column}) THEN {column} END" if of in ("FLOAT", "DOUBLE") else column
+    column = f"CASE WHEN lower(trim({column})) != 'nan' THEN {column} END" if of == "VARCHAR" else column
     number = as_double(name, of) if of != "DATE" and not of.startswith("TIMESTAMP") else "NULL"
     number = f"CASE WHEN NOT isnan({number}) THEN {number} END"
     moment = f"TRY_CAST({column} AS TIMESTAMP)" if not is_number_type(of) else "NULL"
@@ -886,7 +902,8 @@ def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> Drafted:
     own = _own_id(table, keys)
     drafted: dict[str, Any] = {**table.keys, "id": own.name if own else ROW_NUMBER}
     rest, notes = [one for one in table.columns if one is not own and one not in keys], _about_files(table)
-    label = next((one for one in rest if one.name.lower() in _LABELS and one.kind != "empty"), None)
+    named = (one for one in rest if one.name.lower() in _LABELS)
+    label = next((one for one in named if one.kind != "empty" and not one.is_too_large), None)
     split = next((one for one in rest if one.is_split), None)
     if label is None:
         classes = [one for one in rest if one is not split and _may_be_class(one)]
@@ -906,6 +923,14 @@ def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> Drafted:
         label = next((one for one in rest if _OUTCOMES.fullmatch(one.name.lower()) and one.is_class), None)
         if label is not None:
             notes.append(f"{label.name} is taken as the label, for its name")
+    if label is not None and label.mostly_numbers:
+        odd = next((text for text in label.texts or () if not _is_number(text)), "")
+        notes.append(
+            f"{label.name}: {label.present - label.numbers:,} of its {label.present:,} values are not numbers, such as "
+            f"{odd[:40]!r}, so each text is a class; if these mean no label, list them under null_values"
+        )
+    if label is not None and label.whole and (label.low, label.distinct) == (-1, 2):
+        notes.append(f"{label.name}: -1 means no label, and all others are one class; if it is a class, write 0 for it")
     for key, column in (("label", label), ("split", split)):
         if column is not None:
             drafted[key] = column.name
@@ -975,7 +1000,7 @@ def _others(table: _Found, rest: list[_Column], of_nodes: bool, label: _Column |
     numbers = [
         one for one in rest
         if one.kind in ("number", "list") and one is not time and one not in keys and one.name not in told
-        and not one.is_too_large
+        and not one.is_too_large and not one.looks_like_split
     ]  # fmt: skip
     notes = []
     if numbers:
@@ -989,7 +1014,8 @@ def _others(table: _Found, rest: list[_Column], of_nodes: bool, label: _Column |
     texts = [
         one
         for one in rest
-        if one.kind == "text" and not (one.mostly_numbers or one.is_written_otherwise or one.name in told)
+        if one.kind == "text"
+        and not (one.mostly_numbers or one.is_written_otherwise or one.looks_like_split or one.name in told)
     ]
     few = [one for one in texts if one.texts and len(one.texts) <= most]
     if few:

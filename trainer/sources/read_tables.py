@@ -27,6 +27,7 @@ from trainer.sources.table_arrays import ArrayColumn, TableArrays, number_array,
 from trainer.sources.table_columns import (
     NESTED,
     NumberColumn,
+    as_double,
     as_text,
     categories,
     check_ids,
@@ -389,9 +390,25 @@ class _Conversion:
         if isinstance(of, str):  # more classes than nodes are most often ids
             ((most,),) = self.database.rows(f"SELECT count(*) FROM {scan.sql}", scan.where)
         found = class_sql(scan, column, num_classes, most)
+        if found is None and num_classes == 0:
+            raise DataError(
+                f"{scan.where}: label {column!r} has values that are no numbers, and `num_classes: 0` says that labels "
+                "are numbers; leave it out to learn classes"
+            )
         if found is None:
             return self._codes(of, "y", column, scan, "label")
         sql, is_class = found
+        if is_class:
+            number = as_double(column, scan.types[column])
+            none, classes, rows = self.database.rows(
+                f"SELECT count(CASE WHEN {number} = -1 THEN 1 END), count(DISTINCT nullif({sql}, -1)), count({number}) "
+                f"FROM {scan.sql}",
+                scan.where,
+            )[0]
+            if none:
+                note = f"{scan.where}: {none:,} of {rows:,} labels are -1, which means no label"
+                only = "; WARNING: all others are one class: if -1 is a class, too, write 0 in its place"
+                self.notes.append(note + only * (classes == 1))
         return ArrayColumn("y", [sql], np.dtype(np.int64 if is_class else np.float32))
 
     def _prefix(self, of: NodeType | EdgeType) -> str:
@@ -476,9 +493,10 @@ class _Conversion:
         count = self._check_dangling(of, table, scan, name, number_of)
         columns = self._columns(of, table, scan, "edge_attr")
         if table.weight is not None:
-            columns.append(
-                number_array("edge_weight", check_numbers(scan, [table.weight], "weight", table.fill), np.float32)
-            )
+            (weight,) = check_numbers(scan, [table.weight], "weight", table.fill)
+            if weight.width:
+                raise DataError(f"{scan.where}: weight {table.weight!r} has lists; it must be one number for each edge")
+            columns.append(number_array("edge_weight", [weight], np.float32))
         if table.label:
             columns.append(self._label(of, table.label, scan))
         if table.has_split and not isinstance(table.split, Mapping):

@@ -38,16 +38,16 @@ class Classification:
         return functional.cross_entropy(out, batch.y.long(), weight, reduction="sum", label_smoothing=self.smoothing)
 
     def metric_sums(self, out: Tensor, batch: Labelled) -> Tensor:
-        """Return the number of seeds predicted correctly, and the number of seeds.
+        """Return the number of seeds predicted correctly, and the number of seeds. NaN predicts no class.
 
         For macro-F1 also returns these numbers by class: predicted correctly, predicted, and of the class.
         """
         assert batch.y is not None
-        predicted, y = out.argmax(1), batch.y.long()
-        right = predicted == y
+        predicted, y, known = out.argmax(1), batch.y.long(), ~out.isnan().any(1)
+        right = (predicted == y) & known
         sums = [torch.stack([right.sum(), right.new_full((), len(right), dtype=torch.int64)]).double()]
         if "macro_f1" in self.names:
-            for classes, counted in ((y, right), (predicted, right | True), (y, right | True)):
+            for classes, counted in ((y, right), (predicted, known), (y, right | True)):
                 by_class = torch.zeros(self.outputs, dtype=torch.float64, device=out.device)
                 sums.append(by_class.index_add_(0, classes, counted.double()))
         return torch.cat(sums)

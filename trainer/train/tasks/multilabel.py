@@ -18,8 +18,9 @@ from trainer.train.tasks.task import Kind, Labelled, macro_f1
 class MultiLabel:
     """Loss: binary cross entropy. Metrics: F1, the share of correct labels, ROC-AUC and average precision.
 
-    ``out``: logits [num_seeds, outputs]; a label is predicted if its logit is above 0. ``batch.y``: 0 or 1 [num_seeds,
-    outputs]; missing labels are left out. The loss of a seed is the mean over its known labels.
+    ``out``: logits [num_seeds, outputs]; a label is predicted if its logit is above 0, and NaN is always wrong.
+    ``batch.y``: 0 or 1 [num_seeds, outputs]; missing labels are left out. The loss of a seed is the mean over its known
+    labels.
     """
 
     outputs: int  #: number of labels
@@ -39,7 +40,7 @@ class MultiLabel:
         """Return by label how often it was predicted rightly, predicted, true, predicted or left out rightly, known."""
         y, known = self._known(batch)
         predicted, true = (out > 0) & known, y == 1
-        counts = [predicted & true, predicted, true, (predicted == true) & known, known]
+        counts = [predicted & true, predicted, true, (predicted == true) & known & ~out.isnan(), known]
         return torch.cat([count.sum(0) for count in counts]).double()
 
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:

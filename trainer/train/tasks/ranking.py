@@ -63,13 +63,14 @@ def in_order(task: Task, *found: Mapping[str, float]) -> dict[str, float]:
 def _binary_metrics(scores: Tensor, true: Tensor) -> Tensor:
     """Return 1, ROC-AUC and average precision, or zeros if all seeds are true, or none is.
 
-    Equal scores are one threshold, whatever their order.
+    Equal scores are one threshold, whatever their order. A score of NaN counts against the model.
     """
     if not 0 < int(true.sum()) < len(true):
         return torch.zeros(1 + len(RANKING), dtype=torch.float64)
+    scores = torch.where(scores.isnan(), torch.where(true, -torch.inf, torch.inf), scores)
     order = scores.argsort(descending=True)
     scores, true = scores[order], true[order].double()
-    last = torch.cat([scores.diff() != 0, torch.ones(1, dtype=torch.bool)])  # of each group of equal scores
+    last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])  # of each group of equal scores
     seen = torch.arange(1, len(true) + 1, dtype=torch.float64)[last]
     right = true.cumsum(0)[last]
     wrong, zero = seen - right, torch.zeros(1, dtype=torch.float64)

@@ -54,7 +54,7 @@ class Regression:
     def metrics(self, sums: Sequence[float]) -> dict[str, float]:
         """Return MAE and RMSE over all known values.
 
-        With up to ``_COLUMNS_SHOWN`` columns, also returns the MAE of each column.
+        With up to ``_COLUMNS_SHOWN`` columns, also returns the MAE of each column, NaN without known values.
         """
         width = self.outputs
         absolute, squared, known = sums[:width], sums[width : 2 * width], sums[2 * width :]
@@ -62,7 +62,7 @@ class Regression:
         both = {"mae": sum(absolute) / count, "rmse": math.sqrt(sum(squared) / count)}
         found = {name: both[name] for name in self.names}
         for k in range(width if 1 < width <= _COLUMNS_SHOWN else 0):
-            found[f"mae_{k}"] = absolute[k] / max(known[k], 1)
+            found[f"mae_{k}"] = absolute[k] / known[k] if known[k] else math.nan
         return found
 
     def predictions(self, out: Tensor) -> Tensor:

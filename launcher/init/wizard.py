@@ -209,13 +209,11 @@ def _with_remedy(draft: Draft, finding: Finding) -> Finding:
 
 
 def check_writable(dest: Path, force: bool, ask: bool) -> None:
-    """Raise UsageError if ``dest`` is a folder, is in no existing folder, or is a file that must not be replaced.
+    """Raise UsageError if ``dest`` is in no existing folder, or is a file that must not be replaced.
 
     A file that ``gnnfleet init`` wrote may be replaced if nobody edited it. Any other file may be replaced if ``force``
     is true or, with ``ask``, if the user agrees.
     """
-    if dest.is_dir():
-        raise UsageError(f"{dest} is a folder; name a file with -o")
     if not dest.absolute().parent.is_dir():
         raise UsageError(f"no folder {dest.parent}; create it first, or name another file with -o")
     if not dest.exists() or force or is_unedited(dest):

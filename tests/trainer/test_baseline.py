@@ -13,11 +13,13 @@ import torch
 from graphs import graph
 from train_kit import curve, job, metrics, run_ranks, write_parts
 from trainer.core.ranks import RankGroup, Ranks
+from trainer.core.row_sort import Scratch
 from trainer.core.schema import HOMO_NODE
 from trainer.graph.open import open_graph
 from trainer.loader.link_seeds import link_inputs
 from trainer.partition.methods.assign import assign_parts
 from trainer.partition.write import write_partition
+from trainer.sources.load import load_dataset
 from trainer.store.manifest import read_manifest
 from trainer.train import model as models
 from trainer.train.checkpoint import load_checkpoint
@@ -58,6 +60,25 @@ def test_the_baseline_of_node_tasks(tmp_path: Path, y: np.ndarray, name: str, ex
         task, _, baseline = node_task(opened, HOMO_NODE, TrainSettings(), tuple(SPLITS), ALONE)
     assert baseline.name == name
     assert {split: of[task.names[0]] for split, of in baseline.metrics.items()} == pytest.approx(expected)
+
+
+def test_the_baseline_names_the_class_as_the_table_does(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    rows = [f"{k},{'spam' if k % 3 else 'ham'},{'train' if k < 8 else 'val'},{k}" for k in range(12)]
+    (tmp_path / "mails.csv").write_text("id,kind,split,size\n" + "\n".join(rows) + "\n")
+    (tmp_path / "links.csv").write_text("src,dst\n0,1\n1,2\n")
+    nodes = {"files": ["mails.csv"], "id": "id", "features": ["size"], "label": "kind", "split": "split"}
+    edges = {"files": ["links.csv"], "source": "src", "target": "dst"}
+    data = load_dataset(
+        "tables",
+        str(tmp_path),
+        {"nodes": {"mail": nodes}, "edges": {"mail__to__mail": edges}},
+        Scratch(tmp_path / "work", 300 << 20),
+    )
+    write_partition(data, assign_parts(data, 2, "hash"), tmp_path / "parts")
+    with open_graph(tmp_path / "parts") as opened:
+        _, _, baseline = node_task(opened, HOMO_NODE, TrainSettings(), ("train", "val"), ALONE)
+    assert baseline.name == "class spam, the most frequent"
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.core.graph_attrs import CATEGORIES, decode_texts, key_attr
+from trainer.core.graph_attrs import CATEGORIES, key_attr
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import AnyType, NodeType, type_name
+from trainer.core.schema import AnyType, NodeType
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.infer.prediction_files import (
@@ -32,6 +32,7 @@ from trainer.nn.layerwise_inference import LayerRows
 from trainer.sampler.types import RowRequest
 from trainer.sources.read_tables import COLUMNS
 from trainer.store.npy import map_npy
+from trainer.train.tasks.labels import label_texts
 from trainer.train.tasks.ranking import SplitScores, in_order
 from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import Labels, Task
@@ -85,10 +86,7 @@ def _write_part(
 
 def label_names(graph: Graph, target: AnyType, task: Task) -> Sequence[str] | None:
     """Return the names of the classes, or of the columns of ``y``; None if they have none."""
-    prefix = f"{type_name(target)}__" if graph.manifest.hetero or not isinstance(target, str) else ""
-    word = CATEGORIES if task.kind == "classification" else COLUMNS
-    texts = graph.store.graph_attrs.get(f"{prefix}y__{word}")
-    return decode_texts(np.asarray(texts)) if texts is not None else None
+    return label_texts(graph, target, CATEGORIES if task.kind == "classification" else COLUMNS)
 
 
 def prediction_columns(task: Task, names: Sequence[str] | None, probabilities: bool) -> list[TableColumn]:

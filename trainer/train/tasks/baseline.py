@@ -47,16 +47,19 @@ class Baseline:
         return {"baseline": self.name, **scores}
 
 
-def node_baseline(task: Task, labels: Sequence[SeedLabels], group: RankGroup) -> Baseline:
+def node_baseline(
+    task: Task, labels: Sequence[SeedLabels], group: RankGroup, classes: Sequence[str] | None = None
+) -> Baseline:
     """Score the prediction that is best for the train seeds if nothing is known of a seed. Collective.
 
     That is the most frequent class, the mean of numbers, or each label that most seeds have. ``labels``: those of this
-    rank's seeds of each split.
+    rank's seeds of each split. ``classes``: their names, if they have some.
     """
     train = next(each.y for each in labels if each.split == "train")
     if isinstance(task, Classification):
         counts = group.sum(torch.bincount(train.reshape(-1).long(), minlength=task.outputs).double())
-        name, out = f"class {int(counts.argmax())}, the most frequent", counts
+        most = int(counts.argmax())
+        name, out = f"class {classes[most] if classes else most}, the most frequent", counts
     elif isinstance(task, Regression):
         name, out = "the mean", torch.zeros(task.outputs)
     else:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainer.core.errors import DataError, SettingsError
-from trainer.core.graph_attrs import CLASSES
+from trainer.core.graph_attrs import CATEGORIES, CLASSES
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, type_name
@@ -24,6 +24,7 @@ from trainer.train.tasks.labels import (
     SeedLabels,
     check_classes,
     check_known,
+    label_texts,
     labels_01,
     numbers,
     own_labels,
@@ -71,7 +72,7 @@ def node_task(
     labels = group.agree(lambda: [own_labels(graph, target, split, group) for split in splits])
     own = manifest.nodes[target]
     spec = LabelSpec(manifest.dataset, f" of {target}" if manifest.hetero else "", own.attrs["y"], own.num_classes)
-    return _labelled_task(spec, labels, settings.task, settings, group)
+    return _labelled_task(spec, labels, settings.task, settings, group, label_texts(graph, target, CATEGORIES))
 
 
 def edge_task(
@@ -91,13 +92,18 @@ def edge_task(
     )  # fmt: skip
     own = slice(group.rank, None, group.size)
     labels = [SeedLabels(split, edges.orig_id[own], edges.y[own]) for split, edges in seeds.items()]
-    return _labelled_task(spec, labels, settings.task.removeprefix("edge-"), settings, group)
+    names = label_texts(graph, edge_type, CATEGORIES)
+    return _labelled_task(spec, labels, settings.task.removeprefix("edge-"), settings, group, names)
 
 
 def _labelled_task(
-    spec: LabelSpec, labels: Sequence[SeedLabels], wanted: str, settings: TaskSettings, group: RankGroup
+    spec: LabelSpec, labels: Sequence[SeedLabels], wanted: str, settings: TaskSettings, group: RankGroup,
+    classes: Sequence[str] | None,
 ) -> tuple[Task, str, Baseline]:  # fmt: skip
-    """``labels``: those of this rank's seeds of each split. ``wanted``: ``auto``, or a kind of task."""
+    """``labels``: those of this rank's seeds of each split. ``wanted``: ``auto``, or a kind of task.
+
+    ``classes``: names of the classes, if they have some.
+    """
     ys = [labels_01(each.y) for each in labels]
     others = group.sum(torch.tensor([sum(not bool(((y == 0) | (y == 1) | y.isnan()).all()) for y in ys)]))
     kind, why = group.agree(lambda: _kind(spec, wanted, matrix_01=not int(others)))
@@ -109,7 +115,7 @@ def _labelled_task(
             f"{names}: the scores of a split would take {size_text(most)} on each process, more than "
             f"{size_text(MOST_SCORES)}; leave them out, or use more processes"
         )
-    return task, why, node_baseline(task, labels, group)
+    return task, why, node_baseline(task, labels, group, classes)
 
 
 def _kind(spec: LabelSpec, wanted: str, matrix_01: bool) -> tuple[Kind, str]:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from trainer.core.arrays import Ids
 from trainer.core.errors import DataError
+from trainer.core.graph_attrs import decode_texts
 from trainer.core.ranks import RankGroup
-from trainer.core.schema import NodeType
+from trainer.core.schema import AnyType, NodeType, type_name
 from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
 from trainer.sampler.types import RowRequest
@@ -95,3 +96,10 @@ def check_known(spec: LabelSpec, labels: SeedLabels, y: Tensor) -> None:
             f"{spec.dataset}: {len(infinite)} seeds of the {labels.split} split{spec.of} have an infinite y, for "
             f"instance {spec.seed} {labels.ids[infinite[0]]}; replace it"
         )
+
+
+def label_texts(graph: Graph, target: AnyType, word: str) -> list[str] | None:
+    """Return the names of the classes (``CATEGORIES``), or of the columns of ``y``; None if they have none."""
+    prefix = f"{type_name(target)}__" if graph.manifest.hetero or not isinstance(target, str) else ""
+    texts = graph.store.graph_attrs.get(f"{prefix}y__{word}")
+    return decode_texts(np.asarray(texts)) if texts is not None else None

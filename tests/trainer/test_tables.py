@@ -638,6 +638,26 @@ def test_categories_with_the_name_of_a_split_are_left_out_of_the_draft(tmp_path:
     assert "merchant_idx is not used: categories of nodes cannot have the name of a split; rename the column" in notes
 
 
+def test_lists_and_weights_that_cannot_be_read_are_not_drafted(tmp_path: Path) -> None:
+    lists = "[1.0, 2.0] AS even, CASE WHEN range = 3 THEN [1.0] ELSE [1, 2] END AS odd, [1, NULL] AS gaps"
+    lists += ", ['nan'::FLOAT] AS nans, CASE WHEN range != 3 THEN [1] END AS none"
+    sql(f"COPY (SELECT range AS id, {lists} FROM range(40)) TO '{tmp_path}/members.parquet'")
+    for name, weight in (("empty", ""), ("endless", "inf"), ("below", "-1"), ("right", "0")):
+        cells = [f"{k},{k * k % 40},{weight if k == 7 else k},{k % 2}\n" for k in range(40)] * 2
+        (tmp_path / f"{name}.csv").write_text("s,t,weight,label\n" + "".join(cells))
+    drafted = draft_tables(tmp_path)
+    assert drafted["nodes"]["member"]["features"] == ["even"]
+    notes = " | ".join(drafted["comments"]["nodes"]["member"])
+    assert all(
+        f"{name} is not used: its lists are not equally long" in notes for name in ("odd", "gaps", "nans", "none")
+    )
+    edges = {of.split("__")[1]: table for of, table in drafted["edges"].items()}
+    assert [name for name, table in sorted(edges.items()) if "weight" in table] == ["right"]
+    assert edges["below"]["features"] == ["weight", "label"] and edges["empty"]["fill"] == 0
+    assert "with `label: label` and a split" in str(drafted["comments"]["edges"])
+    load(tmp_path, {name: drafted[name] for name in ("nodes", "edges")}, tmp_path / "work")
+
+
 def test_splits_of_another_form_are_no_features_of_the_draft(tmp_path: Path) -> None:
     lines = ["id,y,train_mask,is_test,fold,data_split,age,gap,none\n"]
     for k in range(40):

@@ -163,6 +163,8 @@ class _Column:
             return "two columns have this name; rename one of them"
         if self.kind == "index":
             return "it numbers the rows, as the index that pandas writes"
+        if self.kind == "uneven":
+            return "its lists are not equally long, or some have missing values, NaN or infinity"
         if self.kind == "other":
             return f"values of type {self.type} are neither numbers, texts nor times"
         if self.kind == "time" and self.missing:
@@ -331,7 +333,17 @@ def _look(scan: Scan, file: str) -> _Found:
 
 def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
     if list_type(of) is not None:
-        return _Column(name, "list" if is_number_type(list_type(of) or "") else "other", of)
+        numbers, column = is_number_type(list_type(of) or ""), quoted(name)
+        if numbers:
+            finite = (
+                f"bool_and(list_bool_and([coalesce(abs(v) <= {LARGEST}, false) FOR v IN CAST({column} AS DOUBLE[])]))"
+            )
+            (full,) = scan.database.rows(
+                f"SELECT count({column}) = count(*) AND min(len({column})) = max(len({column})) AND {finite} "
+                f"FROM {scan.sql}",
+                scan.where,
+            )[0]
+        return _Column(name, "other" if not numbers else "list" if full else "uneven", of)
     if not is_number_type(of) and of != "VARCHAR" and of != "DATE" and not of.startswith("TIMESTAMP"):
         return _Column(name, "text" if of == "UUID" else "other", of, unique=of == "UUID")
     column = quoted(name)
@@ -951,6 +963,7 @@ def _edge_table(table: _Found, ends: Sequence[_Column]) -> Drafted:
     rest = [one for one in table.columns if one is not source and one is not target]
     relation = next(iter(_triple(table)[1:2]), None)
     weight = next((one for one in rest if one.name.lower() == "weight" and one.kind == "number"), None)
+    weight = weight if weight is not None and weight.low >= 0 and not (weight.missing or weight.is_too_large) else None
     split = next((one for one in rest if one.is_split and len(one.texts or ()) > 1), None)
     if len(table.keys.keys() - {"columns", "encoding"}) > 1:
         split = None
@@ -969,8 +982,11 @@ def _edge_table(table: _Found, ends: Sequence[_Column]) -> Drafted:
             notes.append(
                 f"with `relation: {column.name}`, not under one_hot, its {len(column.texts)} texts are edge types"
             )
-        if column.name.lower() in _RATINGS and column.kind == "number":
-            notes.append(f"with `label: {column.name}` and a split, not under features, it is learned (docs/data.md)")
+        if (column.name.lower() in _RATINGS and column.kind == "number") or (
+            column.name.lower() in _LABELS and column.kind in ("number", "text")
+        ):
+            key = "features" if column.kind == "number" else "one_hot"
+            notes.append(f"with `label: {column.name}` and a split, not under {key}, it is learned (docs/data.md)")
     return drafted | more, _about_files(table) + notes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
 from trainer.data.undirected import both_ways
+from trainer.graph.open import open_graph
 from trainer.partition import make
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.partition.methods.assign import assign_parts, choose_method
+from trainer.sampler.types import RowRequest
 from trainer.sources.load import load_dataset
 from trainer.store.manifest import manifest_digest, read_manifest
 from waiting import DEADLINE
@@ -224,3 +227,23 @@ def test_two_processes_do_not_make_the_same_parts(tmp_path: Path) -> None:
     second.join(60)
     assert said[0].endswith(f", pid {os.getpid()} makes or sends the parts in {folder}; waiting for it")
     assert f"{folder} is up to date" in said[1] and os.listdir(tmp_path) == ["parts"]
+
+
+def test_more_attributes_than_files_may_be_open(tmp_path: Path) -> None:
+    source = tmp_path / "graph"
+    source.mkdir()
+    np.save(source / "edge_index.npy", np.stack([np.arange(100), (np.arange(100) * 7 + 1) % 100]))
+    for k in range(80):
+        np.save(source / f"a{k}.npy", np.arange(100) * k + 1)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, most[1]))
+        options = {"num_nodes": 100, "subset": 50}
+        spec = PartitionSpec("file", str(tmp_path / "parts"), str(source), options, 2, memory="1GB")
+        make_partition(spec, say=lambda line: None)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 60, most[1]))
+        with open_graph(tmp_path / "parts") as graph:
+            (rows,) = graph.access.gather([RowRequest("node", np.arange(50), ("a79",))])
+        assert (np.asarray(rows["a79"]) % 79 == 1).all()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)

@@ -1,15 +1,29 @@
-"""Atomic file writes: a temporary file in the same folder, then a rename."""
+"""Atomic file writes: a temporary file in the same folder, then a rename; and how many files may be open."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import resource
 import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_MAX_FILES = 65_536
+
+
+def allow_many_files() -> None:
+    """Raise this process's soft limit on open files to ``_MAX_FILES``, or to the hard limit if that is lower.
+
+    Connections need files, and so does each memory-mapped array.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def write_whole(

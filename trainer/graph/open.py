@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.core.errors import PartitionError, SettingsError
+from trainer.core.files import allow_many_files
 from trainer.core.ranks import Ranks
 from trainer.core.remote_settings import RemoteAccess
 from trainer.core.schema import HOMO_NODE, AnyType, EdgeType, NodeType
@@ -264,6 +265,7 @@ def open_graph(
             manifest.
         ServiceError: A host does not answer within ``deadline`` seconds.
     """
+    allow_many_files()  # of each attribute of each part
     remote_access = remote_access or RemoteAccess()
     store = open_parts(parts, part_ids, remote_access.topology)
     clients: dict[int, HostClient] = {}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.core.errors import PartitionError
+from trainer.core.files import allow_many_files
 from trainer.core.graph_attrs import HELD_OUT
 from trainer.core.memory import available_memory, parse_size, size_text
 from trainer.core.progress import reporting
@@ -137,6 +138,7 @@ def make_partition(spec: PartitionSpec, say: Callable[[str], None] = print) -> M
     If the dataset is `tables` or ``spec.memory`` is set, an interrupted call leaves its intermediate results in a
     hidden folder beside the partition folder. The same call then continues from them.
     """
+    allow_many_files()  # of each attribute, while the graph is read and changed
     with locked(Path(spec.folder), say):
         return _make_locked(spec, Path(spec.folder), say)
 

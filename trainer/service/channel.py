@@ -7,9 +7,7 @@ A keep-alive (``ALIVE``) or bytes of a reply restart the deadline of a request. 
 from __future__ import annotations
 
 import errno
-import functools
 import os
-import resource
 import select
 import socket
 import ssl
@@ -24,6 +22,7 @@ import numpy as np
 
 from trainer.core import slabs
 from trainer.core.errors import WireError
+from trainer.core.files import allow_many_files
 from trainer.service import stream
 from trainer.service.service_keys import ServiceKeys, is_pinned
 from trainer.service.stream import WOULD_BLOCK, MessageReader, MessageWriter
@@ -47,20 +46,9 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0  #: seconds between attempts to connect
 
 _UNATTENDED = 1.0  #: seconds without a call of a method, after which the time limits of the connection start anew
 
-_MAX_FILES = 65_536
-
 _SLOW, _BUSY = "connected, but the server is slow or stuck", "connected; the server is alive but busy"
 
 _REFUSED = "handshake refused: do both nodes have this run's service.key?"
-
-
-@functools.cache
-def allow_many_files() -> None:
-    """Raise this process's soft limit on open files to ``_MAX_FILES``, or to the hard limit if that is lower."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Call:

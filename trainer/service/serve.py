@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.core.errors import ServiceError, SettingsError
-from trainer.core.files import write_whole
+from trainer.core.files import allow_many_files, write_whole
 from trainer.core.remote_settings import SERVER_WAIT, Topology
 from trainer.core.slabs import give_back_freed_memory
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
-from trainer.service.channel import allow_many_files
 from trainer.service.messages import HelloInfo
 from trainer.service.server import GraphServer
 from trainer.service.server_peers import Peer, Peers

@@ -28,13 +28,16 @@ class Secret(str):
 
 
 _SECRET_NAME = re.compile(
-    r"(?!GNNFLEET_)(?:[A-Z0-9_]*_)?(?:KEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|CONNECTION_STRING)"
+    r"(?i:(?!GNNFLEET_)(?:[A-Z0-9_]*_)?"
+    r"(?:KEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|PASS|PW|AUTH|AUTHORIZATION|CREDENTIALS?|CONNECTION_STRING))"
 )
 
+_LOGIN_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # as in https://user:password@proxy:3128
 
-def is_secret(name: str) -> bool:
-    """Whether an environment variable's name says that its value is a secret, as that of ``WANDB_API_KEY``."""
-    return _SECRET_NAME.fullmatch(name) is not None
+
+def is_secret(name: str, value: str) -> bool:
+    """Whether an environment variable is a secret: by its name, as ``WANDB_API_KEY``, or a password in a URL."""
+    return _SECRET_NAME.fullmatch(name) is not None or _LOGIN_IN_URL.search(value) is not None
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def without_credentials(config: ResolvedConfig) -> tuple[ResolvedConfig, tuple[s
 
     That are variables in ``env`` whose names say so, and addresses in ``run.notify`` that are no variables.
     """
-    found = sorted({name for node in config.nodes for name in node.env if is_secret(name)})
+    found = sorted({name for node in config.nodes for name, text in node.env.items() if is_secret(name, text)})
     told = tuple(target for target in config.run.notify if "://" not in target)
     nodes = (
         replace(node, env={name: text for name, text in node.env.items() if name not in found}) for node in config.nodes

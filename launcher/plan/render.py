@@ -91,7 +91,9 @@ def _describe_command(command: Command) -> str:
 
 def _describe_env(env: Mapping[str, str]) -> str:
     """Return environment variables as ``A=1 B='two words'``, sorted; secrets are shown as ``***``."""
-    return " ".join(f"{name}={'***' if is_secret(name) else _word(value)}" for name, value in sorted(env.items()))
+    return " ".join(
+        f"{name}={'***' if is_secret(name, value) else _word(value)}" for name, value in sorted(env.items())
+    )
 
 
 def _summary(plan: LaunchPlan) -> str:

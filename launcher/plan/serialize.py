@@ -32,7 +32,7 @@ def to_json(plan: LaunchPlan) -> str:
     for node, shown in zip(plan.nodes, values["nodes"], strict=True):
         for name in ("start", "server", "trainer"):
             command: Command | None = getattr(node, name)
-            for secret in filter(is_secret, command.env if command else ()):
+            for secret in (name for name, value in command.env.items() if is_secret(name, value)) if command else ():
                 shown[name]["env"][secret] = "***"
                 for file in shown["files"]:  # start.sh
                     export = f"export {secret}={quote(command.env[secret])}\n" if command else ""

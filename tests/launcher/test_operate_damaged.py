@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import run
+from launcher.manage import show_logs
+from launcher.manage.show_logs import LogFilter
 from launcher.report.run_folder import registry_folder
 from operate_kit import LocalRun
 
@@ -119,3 +122,9 @@ def test_after_collect_the_exit_status_is_that_of_the_run(local_run, capsys) -> 
     output = {"run_id": "r1", "state": "failed", "exit_status": 137, "seconds": 1.0, "nodes": [{}], "notes": []}
     (local_run.folder / "result.json").write_text(json.dumps({**output, "metrics": {}}))
     assert [run_cli(capsys, word)[0] for word in ("collect", "follow", "status")] == [137, 137, 1]
+
+
+def test_a_pipe_among_collected_logs_is_left_out_and_does_not_block(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").write_text("2026-11-20T21:00:00.123Z here\n")
+    os.mkfifo(tmp_path / "rank1.log")
+    assert [line.text for lines in show_logs._lines_here(tmp_path, 0, LogFilter()) for line in lines] == ["here"]

@@ -200,6 +200,7 @@ def test_conda_environment_by_name_is_activated_or_reported_missing(tmp_path: Pa
 
 def test_a_plan_shows_no_secret_of_env() -> None:
     env = {"WANDB_API_KEY": "hush 1", "AWS_SECRET_ACCESS_KEY": "hush/2", "TOKENIZERS_PARALLELISM": "false", "KEYS": "3"}
+    env |= {"DB_PW": "hush", "Authorization": "Bearer hush", "https_proxy": "http://me:hush@proxy:3128"}
     nodes = tuple(dataclasses.replace(node, env=env) for node in cluster().nodes)
     plan = plan_of(cluster(*nodes), facts=facts_of(2))
     console = Console(file=io.StringIO(), width=200)

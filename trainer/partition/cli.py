@@ -198,7 +198,8 @@ def verify(context: click.Context, folder: str, part_ids: tuple[int, ...], diges
         click.echo(f"{folder}/{finding}", err=True)
     if findings:
         click.echo(
-            f"{folder}: {len(findings)} problems; send these files again, or delete them and make the partition again",
+            f"{folder}: {len(findings)} problem{'s' * (len(findings) > 1)}; send these files again, or delete them and "
+            "make the partition again",
             err=True,
         )
         context.exit(1)

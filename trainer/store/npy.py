@@ -31,8 +31,10 @@ def map_npy(path: Path) -> np.memmap[Any, Any]:
         with _one_header:
             # not np.load, which would also open archives
             return np.lib.format.open_memmap(path, mode="r")
-    except (OSError, ValueError):
+    except OSError:
         raise
+    except ValueError as error:  # numpy's message on a long header goes on to advise allow_pickle=True
+        raise ValueError(str(error).partition("\n")[0]) from error
     except Exception as error:  # numpy parses headers with Python's parser, which raises many types of exceptions
         raise ValueError(f"its header is damaged ({type(error).__name__}: {str(error)[:100]})") from error
 

@@ -29,8 +29,11 @@ Every message states what failed, where, and what to do. The command line prints
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from trainer.core.fields import CONTROLS
 
 
 class FleetError(Exception):
@@ -57,7 +60,11 @@ class Problem:
 
     file: str
     line: int  #: counted from 1; 0 for a mistake without a line (a ``--set`` value)
-    message: str
+    message: str  #: one line: control characters, as a quoted key may have them, become escapes
+
+    def __post_init__(self) -> None:
+        text = re.sub(f"[{CONTROLS}]", lambda found: repr(found[0])[1:-1], self.message)
+        object.__setattr__(self, "message", text)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.message}" if self.line else f"{self.file}: {self.message}"

@@ -35,9 +35,12 @@ FOREIGN = {
     "trainer.core.rng": ["torch"],
     "trainer.core.arrays": ["torch"],
 }
-#: Modules of the trainer that ``launcher`` imports: the settings that it writes and the trainer reads. They need the
-#: standard library only.
-SHARED = {"trainer.core.errors", "trainer.core.fields", "trainer.core.remote_settings", "trainer.core.train_config"}
+#: Modules of the trainer that ``launcher`` imports: the settings that it writes and the trainer reads, and how JSON is
+#: read. They need the standard library and msgspec only.
+SHARED = {
+    "trainer.core.errors", "trainer.core.fields", "trainer.core.remote_settings", "trainer.core.train_config",
+    "trainer.core.typed",
+}  # fmt: skip
 #: Installed packages that a module of launcher.node may import.
 PACKAGES_ON_NODES = {
     "launcher.node.remote_folder": ["fsspec"],
@@ -127,9 +130,12 @@ def test_foreign_packages_are_not_imported(package: str) -> None:
     assert wrong == []
 
 
-def test_what_the_launcher_shares_with_the_trainer_needs_the_standard_library_only() -> None:
+def test_what_the_launcher_shares_with_the_trainer_needs_no_package_but_msgspec() -> None:
     for module in SHARED:
-        assert {name for name in imports_of(module) if name.split(".")[0] not in sys.stdlib_module_names} <= SHARED
+        assert {name for name in imports_of(module) if name.split(".")[0] not in sys.stdlib_module_names} <= {
+            *SHARED,
+            "msgspec",
+        }
 
 
 def test_node_programs_use_the_standard_library_only() -> None:

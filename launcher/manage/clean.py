@@ -20,6 +20,7 @@ from launcher.text import UNITS, count, duration
 from launcher.transport import close_all, connect_all
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call
+from trainer.core.typed import convert
 
 KINDS = ("runs", "code", "parts", "kernels")
 
@@ -78,10 +79,10 @@ def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> in
     def delete(k: int) -> tuple[dict[str, int], dict[str, str]]:
         """Delete folders on a host; return the bytes of those that are gone, and why others are not."""
         reply = ask(k, {"op": "delete", "paths": [item.path for item in wanted[k]]})
-        return msgspec.convert(reply["deleted"], dict[str, int]), msgspec.convert(reply["errors"], dict[str, str])
+        return convert(reply["deleted"], dict[str, int]), convert(reply["errors"], dict[str, str])
 
     try:
-        answers = on_nodes(hosts, lambda k: msgspec.convert(ask(k, {"op": "list"})["items"], list[Item]))
+        answers = on_nodes(hosts, lambda k: convert(ask(k, {"op": "list"})["items"], list[Item]))
         errors: dict[int, Exception] = dict(answers.errors)
         wanted = {k: chosen(items, options) for k, items in answers.values.items()}
         for k in sorted(answers.values):

@@ -25,6 +25,7 @@ from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT, is_plain_path, write_whole
 from launcher.node.json_reader import read_json
 from launcher.plan.model import Partitioning
+from trainer.core.typed import parse_json
 
 
 def partitioning(config: ResolvedConfig) -> Partitioning:
@@ -176,12 +177,12 @@ def parse_manifest(raw: bytes, folder: str) -> PartitionFiles:
     if len(raw) > MOST_MANIFEST:
         raise ValueError(f"the file is larger than {MOST_MANIFEST:,} bytes")
     try:
-        kind = msgspec.json.decode(raw, type=_ManifestKind)
+        kind = parse_json(raw, _ManifestKind)
         if kind.format != _FORMAT:
             raise ValueError(f"the format is {kind.format!r}, not {_FORMAT!r}")
         if kind.version != _VERSION:
             raise ValueError(f"the file has format version {kind.version!r}, this program reads version {_VERSION}")
-        manifest = msgspec.json.decode(raw, type=_Manifest)
+        manifest = parse_json(raw, _Manifest)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
     for file in manifest.files:

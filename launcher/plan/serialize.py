@@ -18,6 +18,7 @@ from launcher.errors import FleetError
 from launcher.files import decompress
 from launcher.node.json_reader import loads
 from launcher.plan.model import LaunchPlan
+from trainer.core.typed import convert
 
 FORMAT, VERSION = "gnnfleet-run", 3
 
@@ -66,7 +67,7 @@ def read_run(text: str) -> LaunchPlan:
     try:
         packed = values.get("packed")
         plan = loads(decompress(base64.b64decode(packed), _MOST), _MOST) if packed else values.get("plan")
-        return msgspec.convert(plan, LaunchPlan)
+        return convert(plan, LaunchPlan)
     except (ValueError, TypeError) as error:
         raise FleetError(f"run.json is damaged: {error}") from None
 

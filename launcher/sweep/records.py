@@ -14,6 +14,7 @@ import msgspec
 from launcher.errors import FleetError, UsageError
 from launcher.files import write_whole
 from launcher.sweep.space import Space
+from trainer.core.typed import parse_json
 
 State = Literal["waiting", "running", "done", "pruned", "failed"]
 
@@ -110,7 +111,7 @@ class SweepFolder:
     def definition(self) -> Definition:
         """Read sweep.json. Raises UsageError if there is none, and FleetError if it is damaged."""
         try:
-            return msgspec.json.decode((self.path / _NAME).read_bytes(), type=Definition)
+            return parse_json((self.path / _NAME).read_bytes(), Definition)
         except FileNotFoundError:
             raise UsageError(f"{self.path} is not the folder of a sweep: it has no {_NAME}") from None
         except msgspec.MsgspecError as error:
@@ -121,7 +122,7 @@ class SweepFolder:
         found = []
         for path in sorted((self.path / "trials").glob("t*.json")):
             try:
-                found.append(msgspec.json.decode(path.read_bytes(), type=Trial))
+                found.append(parse_json(path.read_bytes(), Trial))
             except msgspec.MsgspecError as error:
                 raise FleetError(f"{path} is damaged ({error}); delete it, the run of the trial is enough") from None
         return sorted(found, key=lambda trial: trial.number)

@@ -22,6 +22,7 @@ from launcher.text import printable
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import call
+from trainer.core.typed import convert
 
 _TIMEOUT = 120.0  # seconds
 
@@ -120,7 +121,7 @@ def _request_files(
     request = {"path": node.run_dir, "wanted": wanted, "have": have, "small": _SMALL}
     answer = call(transport, node.python, "collect_files", request | {"room": _ROOM}, _TIMEOUT)
     try:
-        return msgspec.convert(answer, _Files)
+        return convert(answer, _Files)
     except ValueError as error:
         message = f"invalid reply, expected a list of files: {error}"
         raise NodeCallError(message, host=transport.target, node_rank=transport.node_rank) from None

@@ -11,6 +11,7 @@ from launcher.command import Command
 from launcher.errors import SyncError
 from launcher.sync.progress import TransferProgress
 from launcher.transport.base import Transport
+from trainer.core.typed import parse_json
 
 
 class _Line(msgspec.Struct):
@@ -49,7 +50,7 @@ class StoreProgress:
 
     def _line(self, text: str) -> None:
         try:
-            line = msgspec.json.decode(text, type=_Line)
+            line = parse_json(text, _Line)
         except (ValueError, RecursionError):
             return  # output of a login profile
         if line.kind == "start":

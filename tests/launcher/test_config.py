@@ -140,6 +140,9 @@ MISTAKES = {
     NODES + "  - [a]\n": ["3: nodes.0: expected keys such as `host:`, found a list"],
     NODES + "  - {host: a, env: [A]}\n": ["3: nodes.0.env: expected a section of keys, found a list"],
     NODES + "  - {host: a, env: {A: }}\n": ["3: nodes.0.env: A: expected text, found nothing"],
+    TWO + 'train: {category_dims: {"x\\ny": z}}\n': [
+        r"3: train.category_dims: x\ny: expected a whole number, found the text `z`"
+    ],
     TWO + "train: {model: sagee}\n": [
         "3: train.model: there is no model 'sagee'; did you mean sage? (or a class: FILE.py:CLASS, PACKAGE.CLASS)"
     ],

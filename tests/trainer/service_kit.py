@@ -159,6 +159,8 @@ def serve_process(folder, parts, own, bind, cluster, key_file=None, node_rank=No
     try:
         yield process, ready
     finally:
+        if process.poll() is not None:
+            print(f"the graph server has ended with status {process.poll()}:\n{process.output}")
         process.kill()
         process.communicate(timeout=DEADLINE)
 

@@ -15,6 +15,7 @@ import msgspec
 from trainer.core.errors import ServiceError, SettingsError, first_wait
 from trainer.core.files import read_json
 from trainer.core.remote_settings import WireRows
+from trainer.core.typed import convert
 from trainer.service.channel import GONE_AFTER
 from trainer.service.client import HostClient
 from trainer.service.messages import HelloInfo, ServerAddress
@@ -124,8 +125,8 @@ class _Written(msgspec.Struct):
 def read_cluster(path: str | Path) -> Cluster:
     """Read ``cluster.json``. Raises ``SettingsError`` if the file is missing, incomplete or contradicts itself."""
     try:
-        raw = msgspec.convert(read_json(Path(path)), _Written)
-        nodes = msgspec.convert([{"role": "worker", **node} for node in raw.nodes], tuple[ClusterNode, ...])
+        raw = convert(read_json(Path(path)), _Written)
+        nodes = convert([{"role": "worker", **node} for node in raw.nodes], tuple[ClusterNode, ...])
     except OSError as error:
         raise SettingsError(f"cluster file {path} cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -11,13 +11,13 @@ from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from trainer.core.errors import DataError, PartitionError
 from trainer.core.files import parse_json, read_regular, write_whole
 from trainer.core.remote_settings import WireRows
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name, type_of
+from trainer.core.typed import convert
 
 FORMAT = "gnnfleet-partition"
 
@@ -263,14 +263,14 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
     for name, value in raw["nodes"].items():
         if not isinstance(of := type_of(name), str):
             raise ValueError(f"{name!r} is not a node type")
-        nodes[of] = msgspec.convert(value, NodeSpec)
+        nodes[of] = convert(value, NodeSpec)
     edges: dict[EdgeType, EdgeSpec] = {}
     for name, value in raw["edges"].items():
         of = type_of(name)
         if isinstance(of, str) or not {of[0], of[2]} <= nodes.keys():
             raise ValueError(f"{name!r} is not an edge type between the node types")
-        edges[of] = msgspec.convert(value, EdgeSpec)
-    plain = msgspec.convert({**raw, "nodes": {}, "edges": {}}, Manifest)
+        edges[of] = convert(value, EdgeSpec)
+    plain = convert({**raw, "nodes": {}, "edges": {}}, Manifest)
 
     # Numbers of rows must fit together, and names are those of files.
     _check_attrs(plain.graph_attrs)

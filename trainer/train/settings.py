@@ -21,6 +21,7 @@ from trainer.core.errors import SettingsError
 from trainer.core.remote_settings import RemoteAccess
 from trainer.core.schema import EdgeType, type_of
 from trainer.core.train_config import NEIGHBORS, TrainConfig, problems
+from trainer.core.typed import convert
 from trainer.sampler.rule_types import PPR, Rule, Walks
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -143,7 +144,7 @@ def _with_keys(name: str, kind: Any, value: Any) -> Any:
     hints, converted = typing.get_type_hints(kind), {}
     for key, given in keys.items():
         try:
-            converted[key] = msgspec.convert(given, hints[key], strict=False)
+            converted[key] = convert(given, hints[key], strict=False)
         except msgspec.ValidationError as error:
             words = [*typing.get_args(hints[key])] if typing.get_origin(hints[key]) is Literal else []
             known_words = f"; there are {', '.join(words)}" if words else ""

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from trainer.core.arrays import Array
 from trainer.core.errors import Wait, WireError
+from trainer.core.typed import msgpack_decoder
 
 VERSION = 9
 
@@ -107,6 +108,9 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     wait: Wait | None = None  #: the timeout that led to it, if the server has waited for another one
 
 
+_failure = msgpack_decoder(Failure)
+
+
 @dataclass(frozen=True)
 class Message:
     kind: Kind
@@ -129,7 +133,7 @@ class Message:
     def failure(self) -> Failure:
         """The content of an ERROR message. Raises ``WireError`` if it is none."""
         try:
-            return msgspec.msgpack.decode(self.body, type=Failure)
+            return _failure.decode(self.body)
         except (msgspec.DecodeError, ValueError) as error:
             raise WireError(f"the cause in an error reply cannot be read: {error}") from None
 

@@ -17,6 +17,7 @@ import numpy as np
 from trainer.core import slabs
 from trainer.core.arrays import Array, Ids
 from trainer.core.errors import WireError
+from trainer.core.typed import msgpack_decoder
 from trainer.wire.columns import FormOf
 from trainer.wire.frames import Flag, Kind, Message, Status
 
@@ -118,7 +119,7 @@ class Body(Generic[T]):
     """Decodes bodies of one type."""
 
     def __init__(self, kind: Any):
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind, dec_hook=_decoded)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgpack_decoder(kind, _decoded)
 
     def read(self, message: Message) -> T:
         """Raises ``WireError`` if the body is not a value of the type, or refers to arrays that do not fit it."""

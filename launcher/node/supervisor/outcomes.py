@@ -122,9 +122,6 @@ class OutcomeBook:
     def ended_ranks(self) -> set[int]:
         return {rank for rank in self.ranks if f"rank{rank}" in self.outcomes}
 
-    def all_ended_well(self) -> bool:
-        return all(self.outcomes.get(f"rank{rank}", {}).get("returncode") == 0 for rank in self.ranks)
-
     def rank_pids(self) -> dict[int, int]:
         return {rank: one["pid"] for rank, one in self.runners.items() if rank not in self.ended_ranks()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from trainer.core.graph_attrs import CATEGORIES, CLASSES
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, type_name
-from trainer.core.train_config import METRICS
+from trainer.core.train_config import METRICS, TrainConfig
 from trainer.graph.open import Graph
 from trainer.nn.models import is_own
 from trainer.train.tasks.baseline import Baseline, node_baseline
@@ -38,29 +38,8 @@ if TYPE_CHECKING:
     from trainer.loader.edge_block_loader import LabelledEdges
 
 
-class TaskSettings(Protocol):
-    """The settings of a run that concern its task: fields of ``TrainSettings``, which this package must not import."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def task(self) -> str: ...
-    @property
-    def metrics(self) -> tuple[str, ...]: ...
-    @property
-    def early_stop(self) -> Any: ...
-    @property
-    def schedule(self) -> Any: ...
-    @property
-    def eval_negatives(self) -> Any: ...
-    @property
-    def class_weights(self) -> Literal["balanced"] | tuple[float, ...] | None: ...
-    @property
-    def label_smoothing(self) -> float: ...
-
-
 def node_task(
-    graph: Graph, target: NodeType, settings: TaskSettings, splits: Sequence[str], group: RankGroup
+    graph: Graph, target: NodeType, settings: TrainConfig, splits: Sequence[str], group: RankGroup
 ) -> tuple[Task, str, Baseline]:  # fmt: skip
     """Make the task of a node type, after checking the labels of all seeds. Collective.
 
@@ -76,7 +55,7 @@ def node_task(
 
 
 def edge_task(
-    graph: Graph, edge_type: EdgeType, settings: TaskSettings, seeds: Mapping[str, LabelledEdges], group: RankGroup
+    graph: Graph, edge_type: EdgeType, settings: TrainConfig, seeds: Mapping[str, LabelledEdges], group: RankGroup
 ) -> tuple[Task, str, Baseline]:  # fmt: skip
     """Make the task of labels of edges, as ``node_task`` does for nodes. Collective.
 
@@ -97,7 +76,7 @@ def edge_task(
 
 
 def _labelled_task(
-    spec: LabelSpec, labels: Sequence[SeedLabels], wanted: str, settings: TaskSettings, group: RankGroup,
+    spec: LabelSpec, labels: Sequence[SeedLabels], wanted: str, settings: TrainConfig, group: RankGroup,
     classes: Sequence[str] | None,
 ) -> tuple[Task, str, Baseline]:  # fmt: skip
     """``labels``: those of this rank's seeds of each split. ``wanted``: ``auto``, or a kind of task.
@@ -144,7 +123,7 @@ def _kind(spec: LabelSpec, wanted: str, matrix_01: bool) -> tuple[Kind, str]:
 
 
 def _task(
-    spec: LabelSpec, kind: Kind, labels: Sequence[SeedLabels], settings: TaskSettings, group: RankGroup
+    spec: LabelSpec, kind: Kind, labels: Sequence[SeedLabels], settings: TrainConfig, group: RankGroup
 ) -> Task:  # fmt: skip
     (train,) = (each for each in labels if each.split == "train")
     if kind == "classification":
@@ -175,7 +154,7 @@ def _task(
     return Regression(tuple(mean.tolist()), tuple(std.tolist()), classes, metric_names(settings, kind))
 
 
-def metric_names(settings: TaskSettings, kind: Kind, default: Sequence[str] = ()) -> tuple[str, ...]:
+def metric_names(settings: TrainConfig, kind: Kind, default: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the metrics to compute, the one that chooses the best epoch first. ``default``: None: all.
 
     Also those of ``early_stop`` and ``schedule``. Raises ``SettingsError`` for a metric that the task does not have.

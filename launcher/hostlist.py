@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 MOST = 4096  #: maximum number of hosts in one range
 
@@ -52,7 +52,8 @@ def expand(text: str) -> list[str]:
     if number > MOST:
         raise RangeError(f"`{text}` expands to {number:,} hosts; a range may expand to {MOST:,} at most")
     choices = [[str(n).zfill(width) for start, stop, width in one for n in range(start, stop)] for one in spans]
-    return ["".join(_alternate(words[::2], chosen)) for chosen in itertools.product(*choices)]
+    pairs = (itertools.zip_longest(words[::2], chosen, fillvalue="") for chosen in itertools.product(*choices))
+    return ["".join(map("".join, one)) for one in pairs]
 
 
 def fold(names: Iterable[str], most: int | None = None) -> str:
@@ -95,10 +96,6 @@ def _span(text: str, span: str) -> tuple[int, int, int]:
 
 def _padded(number: str) -> bool:
     return len(number) > 1 and number[0] == "0"
-
-
-def _alternate(between: Sequence[str], chosen: Sequence[str]) -> list[str]:
-    return [word for pair in itertools.zip_longest(between, chosen, fillvalue="") for word in pair]
 
 
 def _follows(run: list[str], name: str) -> bool:

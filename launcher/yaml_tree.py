@@ -23,10 +23,6 @@ class Dumper(yaml.SafeDumper):
     """A YAML dumper that quotes text such as ``1e-3``; without quotes ``load_config`` would read it as a number."""
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, "'" if FLOAT.fullmatch(text) else None)
-
-
 FLOAT = re.compile(r"[-+]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -296,4 +292,7 @@ def is_count(tree: Tree) -> bool:
     return isinstance(tree, Scalar) and tree.plain and tree.text.isdecimal()
 
 
-Dumper.add_representer(str, _represent_text)
+Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, "'" if FLOAT.fullmatch(text) else None),
+)

@@ -154,7 +154,8 @@ class _Names:
         self.full: dict[str, list[int]] = {}
         self.short: dict[str, list[int]] = {}
         for k, node in enumerate(config.nodes):
-            for names, host in ((self.full, node.host), (self.short, _short(node.host))):
+            short = node.host if _ADDRESS.fullmatch(node.host) else node.host.partition(".")[0].lower()
+            for names, host in ((self.full, node.host), (self.short, short)):
                 for login in {login_text(user, host, port) for user in (None, node.user) for port in (None, node.port)}:
                     names.setdefault(login.lower(), []).append(k)
         ambiguous = any(map(_LABEL.fullmatch, self.short))  # a host called node1 need not have node_rank 1
@@ -172,10 +173,6 @@ class _Names:
         matches = re.compile("".join({"*": ".*", "?": "."}.get(char) or re.escape(char) for char in name)).fullmatch
         hosts = {k for names in (self.full, self.short) for one, ranks in names.items() if matches(one) for k in ranks}
         return sorted(hosts) or [k for one, ranks in self.labels.items() if matches(one) for k in ranks]
-
-
-def _short(host: str) -> str:
-    return host if _ADDRESS.fullmatch(host) else host.partition(".")[0].lower()
 
 
 def _hosts(config: ClusterConfig) -> str:

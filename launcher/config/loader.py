@@ -131,13 +131,18 @@ def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     resume = _checkpoint(reader, ("train", "resume"), train.resume) if train.resume else None
     place = ("train", "start", "checkpoint")
     start = train.start and replace(train.start, checkpoint=_checkpoint(reader, place, train.start.checkpoint))
-    files = tuple(_existing(reader, ("run", "files", i), file) for i, file in enumerate(run.files))
+    files = []
+    for i, file in enumerate(run.files):
+        at = ("run", "files", i)
+        files.append(_here(reader, at, file))
+        if reader.good(at) and not os.path.exists(files[-1]):
+            reader.report(at, f"run.files: no file or folder `{files[-1]}` on this machine")
     return replace(
         config,
         nodes=nodes,
         data=replace(data, folder=folder, source=source),
         train=replace(train, resume=resume, start=start),
-        run=replace(run, files=files, runs_dir=os.path.expanduser(run.runs_dir)),
+        run=replace(run, files=tuple(files), runs_dir=os.path.expanduser(run.runs_dir)),
     )
 
 
@@ -178,13 +183,6 @@ def _on_node(reader: Reader, place: KeyPath, text: str, local: bool) -> str:
         message = f"is a path on the node, so it must begin with / or ~/; found `{text}`"
         reader.report(place, f"{dotted(place)} {message}")
     return text
-
-
-def _existing(reader: Reader, place: KeyPath, text: str) -> str:
-    path = _here(reader, place, text)
-    if reader.good(place) and not os.path.exists(path):
-        reader.report(place, f"run.files: no file or folder `{path}` on this machine")
-    return path
 
 
 def _checkpoint(reader: Reader, place: KeyPath, text: str) -> str:

@@ -153,7 +153,12 @@ class Reader:
         if not isinstance(host, Scalar) or host.empty:
             return node
         match = _HOST.fullmatch(host.text)
-        wrong = _wrong_range(host.text) if is_range(host.text) else ""
+        wrong = ""
+        if is_range(host.text):
+            try:
+                wrong = f"`{host.text}` expands to {len(expand(host.text))} hosts; list it under nodes"
+            except RangeError as error:
+                wrong = str(error)
         if not match and not wrong:
             wrong = f"expected host, user@host or user@host:port, found `{shortened(host.text)}`"
         if match and match["port"] and int(match["port"]) < PORTS_FROM and int(match["port"]) != SSH_PORT:
@@ -289,7 +294,14 @@ class Reader:
     def _mapping(self, kind: Any, tree: Tree) -> dict[str, Any]:
         if not isinstance(tree, Section):
             raise _Wrong(f"expected a section of keys, found {describe(tree)}")
-        return {name: _entry(kind, name, item) for name, item in tree.items.items()}
+        plain = kind is Any or get_origin(kind) is Mapping
+        values = {}
+        for name, item in tree.items.items():
+            try:
+                values[name] = _plain_value(item) if plain else _scalar(kind, item)
+            except _Wrong as wrong:
+                raise _Wrong(f"{name}: {wrong}") from None
+        return values
 
 
 def has_keys(kind: Any) -> bool:
@@ -357,13 +369,6 @@ def sections(cls: type = ClusterConfig, name: str = "") -> dict[str, type]:
     return found
 
 
-def _wrong_range(text: str) -> str:
-    try:
-        return f"`{text}` expands to {len(expand(text))} hosts; list it under nodes"
-    except RangeError as error:
-        return str(error)
-
-
 def _is_server(node: Section) -> bool:
     role = node.items.get("role")
     return isinstance(role, Scalar) and role.text == "server"
@@ -387,13 +392,6 @@ def _replaced_environment(node: Section, defaults: Section) -> str:
     (name, value), (other, replaced) = own[0], common[0]
     where = f"{value.origin.file}:{value.origin.line}" if value.origin.line else value.origin.file
     return f"`{name}: {value.text}` of this node ({where}) replaces `{other}: {replaced.text}` of `defaults`"
-
-
-def _entry(kind: Any, name: str, tree: Tree) -> Any:
-    try:
-        return _plain_value(tree) if kind is Any or get_origin(kind) is Mapping else _scalar(kind, tree)
-    except _Wrong as wrong:
-        raise _Wrong(f"{name}: {wrong}") from None
 
 
 def _scalar(wanted: type, tree: Tree) -> Any:

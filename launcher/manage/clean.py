@@ -122,7 +122,9 @@ def _one_per_host(config: ResolvedConfig, attempts: Mapping[int, Any]) -> dict[i
 def _show(login: str, items: Sequence[Item], wanted: Sequence[Item], console: Console) -> None:
     console.print(f"{login}: {decimal(sum(item.bytes for item in wanted))} to delete", style="bold", highlight=False)
     for item in wanted:
-        words = f"  {item.kind:8} {decimal(item.bytes):>10}  {_days(item.age):>8}  {item.path}"
+        unit = next((name for name in "wdhm" if item.age >= 2 * UNITS[name]), "m")
+        age = f"{int(item.age // UNITS[unit])} {unit}"
+        words = f"  {item.kind:8} {decimal(item.bytes):>10}  {age:>8}  {item.path}"
         console.print(words, soft_wrap=True, markup=False, highlight=False)
     used = [item for item in items if item.used]
     stays = [item for item in items if item not in wanted and not item.used]
@@ -130,8 +132,3 @@ def _show(login: str, items: Sequence[Item], wanted: Sequence[Item], console: Co
         if some:
             words = f"  {count(len(some), 'folder')} of {decimal(sum(item.bytes for item in some))} stay: {text}"
             console.print(words, style="dim", highlight=False)
-
-
-def _days(seconds: float) -> str:
-    unit = next((name for name in "wdhm" if seconds >= 2 * UNITS[name]), "m")
-    return f"{int(seconds // UNITS[unit])} {unit}"

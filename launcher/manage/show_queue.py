@@ -71,17 +71,15 @@ def lines_of(config: ResolvedConfig) -> list[HostLine]:
         if k in answers.errors:
             lines.append(HostLine(login, error=reason_of(answers.errors[k])))
             continue
-        found = [_by_own_clock(values, answers.values[k][1]) for values in answers.values[k][0]]
+        replies, offset = answers.values[k]  # offset: the node's clock minus this machine's, seconds
+        found = []
+        for values in replies:
+            one = Lease(**{name: values[name] for name in Lease._fields})
+            ends = one.ends and one.ends - offset
+            found.append(one._replace(since=one.since - offset, ends=ends, wants=tuple(one.wants)))
         tickets = sorted((one for one in found if one.waits), key=lambda one: one.order)
         lines.append(HostLine(login, tuple(one for one in found if not one.waits), tuple(tickets)))
     return lines
-
-
-def _by_own_clock(values: Mapping[str, Any], offset: float) -> Lease:
-    """Return a lease from a probe's reply. offset: the node's clock minus this machine's, seconds."""
-    lease = Lease(**{name: values[name] for name in Lease._fields})
-    ends = lease.ends and lease.ends - offset
-    return lease._replace(since=lease.since - offset, ends=ends, wants=tuple(lease.wants))
 
 
 def starts(ticket: Lease, lines: Sequence[HostLine]) -> float | None:

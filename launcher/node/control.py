@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 if not __package__:  # run as a file: make the package above importable
@@ -113,7 +114,9 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
         procs.send(supervisor, signal.SIGKILL)
     left = procs.end(folder.running, 0.0 if request["now"] or not killed else min(folder.grace, 1.0))
     if session:
-        _close_session(session)
+        with suppress(FileNotFoundError, subprocess.TimeoutExpired):  # tmux is not installed, or hangs
+            command = ["tmux", "kill-session", "-t", f"={session}"]
+            subprocess.run(command, capture_output=True, timeout=10, check=False)
     notes = [folder.damage, "" if left else _release_leases(folder)]
     ended = {"killed": killed, "leftovers": describe(left)}
     return {"stopped": not left, "was": was, **ended, "notes": [*filter(None, notes)]}
@@ -146,13 +149,6 @@ def _release_leases(folder: NodeFolder) -> str:
 def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:
     """Return [{"pid", "command"}] of the processes."""
     return [{"pid": process.pid, "command": procs.command_line(process.pid)} for process in processes]
-
-
-def _close_session(name: str) -> None:
-    try:
-        subprocess.run(["tmux", "kill-session", "-t", f"={name}"], capture_output=True, timeout=10, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):  # tmux is not installed, or hangs
-        return
 
 
 def status(folder: NodeFolder) -> dict[str, Any]:

@@ -129,19 +129,16 @@ class LineLog:
         self._redrawn = b"\r" in rest or (self._redrawn and not whole)
         *over, self._partial = _pieces(_last_state(rest))
         self._emit([piece for line in whole for piece in _pieces(_last_state(line).rstrip(b"\r"))] + over)
-        self._snapshot()
+        now = time.monotonic()
+        if self._redrawn and now - self._last_snapshot >= SNAPSHOT_EVERY:
+            self._last_snapshot = now
+            self._emit([self._partial.rstrip(b"\r")])
 
     def close(self) -> None:
         if self._partial:
             self._emit([self._partial.rstrip(b"\r")])
             self._partial = b""
         os.close(self._file)
-
-    def _snapshot(self) -> None:
-        now = time.monotonic()
-        if self._redrawn and now - self._last_snapshot >= SNAPSHOT_EVERY:
-            self._last_snapshot = now
-            self._emit([self._partial.rstrip(b"\r")])
 
     def _emit(self, lines: list[bytes]) -> None:
         if not lines:

@@ -38,7 +38,10 @@ class Crew:
         """Whether the run can continue without node ``k``, given that the nodes ``gone`` are lost already."""
         if self.nodes[k].role != "server" or k == self.lead:
             return False
-        return not self.last_copies(k, gone) and self._clients_have_others(k, gone)
+        # clients, if any, still need a server
+        others = any(one.role == "server" and j != k and j not in gone for j, one in enumerate(self.nodes))
+        served = others or all(one.role != "client" for one in self.nodes)
+        return served and not self.last_copies(k, gone)
 
     def can_lose_all(self, nodes: Collection[int], gone: Collection[int] = ()) -> bool:
         """Whether the run can continue without any of ``nodes``, given that the nodes ``gone`` are lost already."""
@@ -71,11 +74,6 @@ class Crew:
             for part in node.parts:
                 found.setdefault(part, []).append(k)
         return found
-
-    def _clients_have_others(self, k: int, gone: Collection[int]) -> bool:
-        """Whether the clients still have a server if node ``k`` is lost; true without clients."""
-        others = (one.role == "server" and j != k and j not in gone for j, one in enumerate(self.nodes))
-        return any(others) or all(one.role != "client" for one in self.nodes)
 
 
 def parts_words(parts: Collection[int]) -> str:

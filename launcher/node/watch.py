@@ -233,7 +233,7 @@ def _first_since(path: str, since: float) -> int:
     """
     wanted = stamp(since)
     later: Callable[[bytes], bool] = (
-        (lambda line: _time_of(line) >= since)
+        (lambda line: float((checked(METRIC, json_object(line)) or {}).get("t", 0.0)) >= since)
         if path.endswith(".jsonl")
         else (lambda line: line[: len(wanted)].decode("ascii", "replace") >= wanted)
     )
@@ -256,11 +256,6 @@ def _line_from(file: BinaryIO, offset: int) -> tuple[int, bytes]:
         file.readline()
     begin = file.tell()
     return begin, file.readline()
-
-
-def _time_of(line: bytes) -> float:
-    event = checked(METRIC, json_object(line)) or {}
-    return float(event.get("t", 0.0))
 
 
 def last_lines(path: str, count: int) -> int:

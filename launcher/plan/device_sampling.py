@@ -37,7 +37,8 @@ def sampling_line(
         return f"{_BY_CPU}, which choose neighbours by {config.train.neighbors.name}"
     found: dict[str, list[int]] = {}
     for node in sampling:
-        size = topology.bytes or _edge_bytes(node, manifest, facts)
+        known = manifest or facts.get(node.node_rank)
+        size = topology.bytes or (known.topology_bytes if known else 0)  # of the edges of all parts; 0 if unknown
         text = _where(node, topology, config.num_parts, size, facts)
         if config.train.sampling == "cuda":
             text = text.replace(_BY_CPU, "train.sampling: cuda is not possible")
@@ -45,13 +46,6 @@ def sampling_line(
     if len(found) == 1:
         return next(iter(found))
     return "; ".join(f"{spans(nodes, 'node')} {text}" for text, nodes in found.items())
-
-
-def _edge_bytes(node: NodePlan, manifest: PartitionFiles | None, facts: Mapping[int, NodeFacts]) -> int:
-    """Return the bytes of the edges of all parts; 0 if unknown."""
-    if manifest is not None:
-        return manifest.topology_bytes
-    return facts[node.node_rank].topology_bytes if node.node_rank in facts else 0
 
 
 def _where(node: NodePlan, topology: Topology, num_parts: int, size: int, facts: Mapping[int, NodeFacts]) -> str:

@@ -189,12 +189,12 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
         groups["own" if group == "generated" and file.source else group].append(file)
     for name, files in {"code": plan.code, **groups}.items():
         if files:
-            named = name in ("own", "generated")
-            if sizes:
-                shown = _files(node, files, list_them=named)
-            else:
-                shown = ", ".join(_name(node, file) for file in files) if named else count(len(files), "file")
-            yield "files", f"{name}: {shown}"
+            shown = count(len(files), "file")
+            if name in ("own", "generated"):
+                known = [decimal(file.bytes) if file.sha256 else "made at launch" for file in files]
+                behind = [f" ({size})" if sizes else "" for size in known]
+                shown = ", ".join(_name(node, file) + more for file, more in zip(files, behind, strict=True))
+            yield "files", f"{name}: {shown}" + (f", {decimal(_total_bytes(files))}" if sizes else "")
     logs = ["supervisor", *(["runners"] if node.ranks else []), *(["server"] if node.server else [])]
     yield "logs", f"{node.run_dir}/logs: {' '.join(f'{log}.log' for log in [*logs, *(f'rank{k}' for k in node.ranks)])}"
 
@@ -215,20 +215,9 @@ def _share(plan: LaunchPlan, node: NodePlan) -> Iterator[str]:
     yield f"address {node.address}  ports {', '.join(ports)}"
 
 
-def _files(node: NodePlan, files: Sequence[PlannedFile], *, list_them: bool) -> str:
-    total = decimal(_total_bytes(files))
-    if not list_them:
-        return f"{count(len(files), 'file')}, {total}"
-    return ", ".join(f"{_name(node, file)} ({_size(file)})" for file in files) + f", {total}"
-
-
 def _name(node: NodePlan, file: PlannedFile) -> str:
     top = f"{node.run_dir}/files/"
     return file.dest.removeprefix(top) if file.dest.startswith(top) else file.dest.rpartition("/")[2]
-
-
-def _size(file: PlannedFile) -> str:
-    return decimal(file.bytes) if file.sha256 else "made at launch"
 
 
 def _word(word: str) -> str:

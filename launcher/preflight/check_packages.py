@@ -133,7 +133,10 @@ def package_findings(survey: Survey) -> Iterator[Finding]:
         found = [*_python(survey, k, odd[k]), *_packages(survey, k, odd[k])]
         yield from found
         if not found:
-            yield survey.finding(k, "ok", "versions", _summary(survey, k, odd[k]))
+            shown = [f"{name} {leading(survey.version(k, name), 2)}" for name in _SHOWN if survey.version(k, name)]
+            harmless = [f"{one.spoken} {one.found}, {one.usual} on {survey.labels(one.others)}" for one in odd[k]]
+            more = f"; harmless differences: {'; '.join(harmless)}" if harmless else ""
+            yield survey.finding(k, "ok", "versions", ", ".join(shown) + more)
 
 
 def _odd(survey: Survey) -> dict[int, list[Difference]]:
@@ -237,12 +240,6 @@ def _breaks(
         return any([*missing, *differing, *without_cuda])
     needed = (*_OWN_NEEDS, *extra_packages(survey.config, k))
     return any(name in needed for name in missing) or any(one.rule.needed_by == "all" for one in differing)
-
-
-def _summary(survey: Survey, k: int, odd: Sequence[Difference]) -> str:
-    shown = [f"{name} {leading(survey.version(k, name), 2)}" for name in _SHOWN if survey.version(k, name)]
-    harmless = [f"{one.spoken} {one.found}, {one.usual} on {survey.labels(one.others)}" for one in odd]
-    return ", ".join(shown) + (f"; harmless differences: {'; '.join(harmless)}" if harmless else "")
 
 
 def repair(survey: Survey, k: int, names: Sequence[str]) -> str:

@@ -203,7 +203,10 @@ def _folded(failed: Iterable[Outcome]) -> list[str]:
     for outcome in failed:
         kinds.setdefault(_PARTICULAR.sub("…", outcome.reason), []).append(outcome)
     largest = sorted(kinds.values(), key=len, reverse=True)
-    lines = [f"then {_who(each)} {_short(each[0].reason)}" for each in largest[:_KINDS_SHOWN]]
+    lines = []
+    for each in largest[:_KINDS_SHOWN]:
+        reason = each[0].reason
+        lines.append(f"then {_who(each)} {reason if len(reason) <= _LONGEST else f'{reason[: _LONGEST - 1]}…'}")
     left = sum(map(len, largest[_KINDS_SHOWN:]))
     return [*lines, f"then {count(left, 'more error')}, see the logs"] if left else lines
 
@@ -216,7 +219,3 @@ def _who(outcomes: Sequence[Outcome]) -> str:
         others = [*others[: _NAMED - 1], f"{len(others) - _NAMED + 1} more"]
     named = [f"{'ranks' if len(ranks) > 1 else 'rank'} {spans(ranks)}"] if ranks else []
     return ", ".join([*named, *others]) + (":" if others else "")
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"

@@ -115,14 +115,12 @@ def analyse(files: Iterable[Path]) -> Analysis:
         raise FleetError(f"the metrics could not be analysed (python -m trainer profile --json): {last}") from error
     except (OSError, subprocess.TimeoutExpired, ValueError) as error:
         raise FleetError(f"the metrics could not be analysed (python -m trainer profile --json): {error}") from error
-    return Analysis(
-        Profile.of(document["time"]) if document["time"] else None, tuple(map(_traffic, document["traffic"]))
-    )
-
-
-def _traffic(values: dict[str, Any]) -> RankTraffic:
-    sums = {name: value for name, value in values.items() if name not in ("rank", "node", "by_host")}
-    return RankTraffic(values["rank"], values["node"], sums, {one.pop("node"): one for one in values["by_host"]})
+    traffic = []
+    for of_rank in document["traffic"]:
+        sums = {name: value for name, value in of_rank.items() if name not in ("rank", "node", "by_host")}
+        by_host = {one.pop("node"): one for one in of_rank["by_host"]}
+        traffic.append(RankTraffic(of_rank["rank"], of_rank["node"], sums, by_host))
+    return Analysis(Profile.of(document["time"]) if document["time"] else None, tuple(traffic))
 
 
 def print_profile(profile: Profile, console: Console, *, ended: bool = False) -> None:

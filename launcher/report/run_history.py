@@ -60,7 +60,11 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     if not how:
         paths = ", ".join(map(str, close[:_LISTED]))
         raise UsageError(f"`{run}` is the name of several run folders; give one by its path: {paths}")
-    raise UsageError(f"`{run}` {how} the ids of {len(close)} runs; give more of the id. Newest:\n{_listed(close)}")
+    newest = close[:_LISTED]
+    width = max(len(folder.name) for folder in newest)
+    lines = [f"  {folder.name:{width}}  {entry_of(folder).state}" for folder in newest]
+    lines += ["  …"] if len(close) > _LISTED else []
+    raise UsageError("\n".join([f"`{run}` {how} the ids of {len(close)} runs; give more of the id. Newest:", *lines]))
 
 
 def default_runs(runs_dirs: Sequence[Path]) -> list[FoundRun]:
@@ -124,13 +128,6 @@ def _none_known(run: str | None, runs_dirs: Sequence[Path]) -> str:
         f"{wanted} known on this machine (looked in {places}); "
         "for a run launched elsewhere give its cluster file: --config cluster.yml"
     )
-
-
-def _listed(folders: Sequence[Path]) -> str:
-    newest = folders[:_LISTED]
-    width = max(len(folder.name) for folder in newest)
-    lines = [f"  {folder.name:{width}}  {entry_of(folder).state}" for folder in newest]
-    return "\n".join([*lines, *(["  …"] if len(folders) > _LISTED else [])])
 
 
 _STYLES = {"done": "green", "failed": "red", "never started": "red", "stopped": "yellow"}

@@ -271,15 +271,12 @@ def _after(
     later = attempts(found.folder)[1:] if found.folder is not None else []
     if later:  # its job was requeued
         return (*collect, f"gnnfleet status {later[-1].name}")
+    resume: tuple[str, ...] = ()
+    if found.folder is not None and (found.folder / "checkpoints" / "last.pt").is_file():
+        nodes = found.plan.nodes if found.plan else ()
+        resume = (resume_command(found.words, excluded_names(nodes, {view.node.node_rank for view in unreachable})),)
     report = (f"gnnfleet report {found.words}",) if (found.result or {}).get("nodes") else ()
-    return (*collect, *_resume(found, unreachable), *report)
-
-
-def _resume(found: FoundRun, unreachable: Sequence[NodeView]) -> tuple[str, ...]:
-    if found.folder is None or not (found.folder / "checkpoints" / "last.pt").is_file():
-        return ()
-    nodes = found.plan.nodes if found.plan else ()
-    return (resume_command(found.words, excluded_names(nodes, {view.node.node_rank for view in unreachable})),)
+    return (*collect, *resume, *report)
 
 
 def _preparing(found: FoundRun, launch: LaunchFile) -> Verdict:
@@ -381,15 +378,10 @@ def result_words(result: Mapping[str, Any]) -> str:
     return "; ".join([*([nan_words(nan)] if nan else []), *[*scores][:1]])
 
 
-def _why_ended(view: NodeView) -> str:
-    if view.lost:
-        return view.lost
-    result = view.result or {}
-    return str(result.get("reason", "")) if result.get("state") in ("failed", "stopped") else ""
-
-
 def _ended_note(view: NodeView) -> str:
-    why = _why_ended(view).rstrip(".")
+    result = view.result or {}
+    ended = str(result.get("reason", "")) if result.get("state") in ("failed", "stopped") else ""
+    why = (view.lost or ended).rstrip(".")
     return f"{view.node.label}: {view.word}" + (f" ({why})" if why else "")
 
 

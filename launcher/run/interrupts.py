@@ -51,7 +51,9 @@ class Interrupts:
         self._receiver: Callable[[int], None] | None = None
         self._before: dict[int, Any] = {}
         self._terminals = [stream for stream in (0, 1, 2) if os.isatty(stream)]
-        self._settings = _terminal_settings()
+        self._settings: Any = None
+        with suppress(termios.error):
+            self._settings = termios.tcgetattr(0)
 
     def __enter__(self) -> Interrupts:
         for number in _SIGNALS:
@@ -136,13 +138,6 @@ class Policy:
         return "detach" if self.viewer and self.on_interrupt == "ask" else "stop"
 
 
-def _terminal_settings() -> Any:
-    try:
-        return termios.tcgetattr(0)
-    except termios.error:
-        return None
-
-
 class Keys:
     """Context manager that reads single key presses without echo; Ctrl-C stays a signal."""
 
@@ -190,7 +185,9 @@ class InterruptPrompt:
     ):
         self.live = live
         self.cause = "Ctrl-C"  #: name of the last signal, for messages
-        self.policy = Policy(on_interrupt, _at_terminal(live) if can_ask is None else can_ask, viewer)
+        if can_ask is None:  # the user can answer if stdin and the output are a terminal
+            can_ask = live.console.is_terminal and sys.stdin is not None and sys.stdin.isatty()
+        self.policy = Policy(on_interrupt, can_ask, viewer)
         self._keys: Keys | None = None
         self._stack = ExitStack()
 
@@ -238,8 +235,3 @@ class InterruptPrompt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
-
-
-def _at_terminal(live: LiveLog) -> bool:
-    """Whether stdin and the output are a terminal, so that the user can answer a question."""
-    return live.console.is_terminal and sys.stdin is not None and sys.stdin.isatty()

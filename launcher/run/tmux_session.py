@@ -106,25 +106,22 @@ class StopReport:
         return values | {"killed": list(self.killed), "leftovers": list(self.leftovers), "trouble": self.trouble}
 
 
-def _new_session_argv(node: NodePlan) -> tuple[str, ...]:
-    """Return the arguments of tmux that create the session of a node. The session ends with its command."""
-    command = shell_line(Command(("bash", "-c", _RUN, "bash", node.run_dir)))  # tmux runs it in the user's login shell
-    start = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", command)
-    return (*start, ";", "set-option", "-w", "remain-on-exit", "off", ";", "set-option", "destroy-unattached", "off")
-
-
 def start_session(transport: Transport, node: NodePlan, *, start_timeout: float) -> None:
     """Start the node's supervisor in its tmux session and wait until it runs. ``node.files`` must be on the node.
 
     Raises SessionError if tmux is missing, the session exists, or state.json is missing after ``start_timeout``
     seconds.
     """
-    session = transport.start_session(node.session, Command(("bash", "-c", _RUN, "bash", node.run_dir)))
+    supervisor = Command(("bash", "-c", _RUN, "bash", node.run_dir))
+    session = transport.start_session(node.session, supervisor)
     if session is not None:
         _await_supervisor(transport, node, session, start_timeout)
         return
     words = ("bash", "-c", _START, "bash", node.run_dir, node.session, str(max(1, round(start_timeout))))
-    done = transport.run(Command((*words, *_new_session_argv(node))), timeout=start_timeout + 2 * _TMUX_TIMEOUT)
+    # The user's login shell runs the command, and the session ends with it.
+    tmux = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", shell_line(supervisor))
+    ends = (";", "set-option", "-w", "remain-on-exit", "off", ";", "set-option", "destroy-unattached", "off")
+    done = transport.run(Command((*words, *tmux, *ends)), timeout=start_timeout + 2 * _TMUX_TIMEOUT)
     if done.returncode != 0:
         exists = done.returncode == _TMUX_FAILED and b"duplicate session" in done.stderr
         kind = SessionExists if exists else SessionError

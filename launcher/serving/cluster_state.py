@@ -48,17 +48,18 @@ def read_description(text: str, where: str) -> ClusterDescription:
     """Parse the text of a ``cluster.json``. Raises FleetError if it is damaged; the message begins with ``where``."""
     try:
         raw: Mapping[str, Any] = loads(text)
-        servers = tuple(_server(node) for node in raw["nodes"] if node["endpoint"] and node["parts"])
+        servers = tuple(
+            GraphServer(
+                int(node["node_rank"]), str(node["host"]), str(node["endpoint"]), tuple(map(int, node["parts"]))
+            )
+            for node in raw["nodes"]
+            if node["endpoint"] and node["parts"]
+        )
         return ClusterDescription(str(raw["run_id"]), int(raw.get("version", 1)), int(raw["num_parts"]), servers)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise FleetError(
             f"{where}: cluster.json is damaged ({error!r}); `gnnfleet serve --config FILE` writes it again"
         ) from None
-
-
-def _server(node: Mapping[str, Any]) -> GraphServer:
-    parts = tuple(map(int, node["parts"]))
-    return GraphServer(int(node["node_rank"]), str(node["host"]), str(node["endpoint"]), parts)
 
 
 def server_rows(cluster: ClusterDescription) -> list[str]:

@@ -38,13 +38,18 @@ def lock_of(requirements: Requirements, target: Target) -> WheelLock:
     """
     path = _lock_file(requirements, target)
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return _read(path, target)
+        found = json.loads(path.read_text())
+        wheels = tuple(Wheel(**one) for one in found["wheels"])
+        return WheelLock(target, wheels, Wheel(**found["uv"]) if found["uv"] else None)
     # Resolve the roots and all packages that they require on ``target``; then numba-cuda, if the target needs it.
     chosen, why = _settled(requirements, target, {}), ""
     if target.kernels:
         chosen, why = _with_kernels(requirements, target, chosen)
     wheels = tuple(sorted((_wheel(one.found) for one in chosen.values()), key=lambda wheel: wheel.name))
-    lock = WheelLock(target, wheels, _find_uv(requirements, target), why)
+    uv = None  # pip does without it, more slowly
+    with suppress(SetupError):
+        uv = _wheel(_report({"uv": requirements.line("uv", target)}, target)["uv"])
+    lock = WheelLock(target, wheels, uv, why)
     if not why:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = {"wheels": [asdict(one) for one in lock.wheels], "uv": lock.uv and asdict(lock.uv)}
@@ -61,12 +66,6 @@ def _lock_file(requirements: Requirements, target: Target) -> Path:
     settings = sorted((name, value) for name, value in os.environ.items() if name.startswith("PIP_"))
     key = json.dumps([_FORMAT, asdict(target), requirements.roots, sorted(requirements.pins.items()), settings])
     return cache_folder() / "locks" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-
-
-def _read(path: Path, target: Target) -> WheelLock:
-    found = json.loads(path.read_text())
-    wheels = tuple(Wheel(**one) for one in found["wheels"])
-    return WheelLock(target, wheels, Wheel(**found["uv"]) if found["uv"] else None)
 
 
 @dataclass(frozen=True)
@@ -125,13 +124,6 @@ def _settled(requirements: Requirements, target: Target, fixed: Mapping[str, _Ch
         chosen |= {name: _Choice(new[name], found) for name, found in _report(new, target).items()}
     roots = ", ".join(requirements.roots)
     raise SetupError(f"the requirements of {roots} for {target} still change after {_ROUNDS} rounds of pip")
-
-
-def _find_uv(requirements: Requirements, target: Target) -> Wheel | None:
-    try:
-        return _wheel(_report({"uv": requirements.line("uv", target)}, target)["uv"])
-    except SetupError:
-        return None  # pip does without it, more slowly
 
 
 def _report(lines: Mapping[str, str], target: Target) -> dict[str, dict[str, Any]]:

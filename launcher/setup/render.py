@@ -39,7 +39,7 @@ def print_plan(plan: SetupPlan, errors: Sequence[NodeError], console: Console) -
         console.print(table)
     for error in errors:
         console.print(Text(str(error), "bold red"), soft_wrap=True)
-    for line in [*_notes(plan), *_tmux_lines(plan)]:
+    for line in _notes(plan):
         console.print(Text(line, "yellow"), soft_wrap=True)
 
 
@@ -83,16 +83,12 @@ def shown_changes(changes: Sequence[Change]) -> str:
 
 
 def _notes(plan: SetupPlan) -> Iterator[str]:
-    """Yield a line for each note, with the hosts to which it applies."""
+    """Yield a line for each note, with the hosts to which it applies, and one for each host without tmux."""
     hosts: dict[str, list[str]] = {}
     for host in plan.hosts:
         if host.note:
             hosts.setdefault(host.note, []).append(host.state.label)
     yield from (f"{', '.join(labels)}: {note}" for note, labels in hosts.items())
-
-
-def _tmux_lines(plan: SetupPlan) -> Iterator[str]:
-    """Yield a line for each host without tmux, with the command that installs tmux there."""
     for state in plan.without_tmux:
         line = state.tmux_line or "install tmux with the host's package manager"
         yield f"{state.label} has no tmux, which runs need. On the host: {line}"

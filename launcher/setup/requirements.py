@@ -94,16 +94,13 @@ class Requirements:
         torch, the build (such as ``+cu126``) is that of ``target``.
         """
         version = self.pins.get(name, "")
-        if name.startswith(_OF_CUDA) and requirement and not _meets(version, requirement):
-            return requirement
+        if name.startswith(_OF_CUDA) and requirement:
+            if not version or not Requirement(requirement).specifier.contains(version, prereleases=True):
+                return requirement
         if name == "torch" and version:
             plain = version.partition("+")[0]
             return f"torch==={plain}+{target.build}" if target.build else f"torch==={plain}"
         return f"{name}=={version}" if version else requirement or name
-
-
-def _meets(version: str, requirement: str) -> bool:
-    return bool(version) and Requirement(requirement).specifier.contains(version, prereleases=True)
 
 
 def required(more: Sequence[str] = ()) -> Requirements:

@@ -117,16 +117,13 @@ def _refused(error: LoginRefused, host: SshHost, is_node: bool) -> tuple[type[Tr
 
 
 def _tried(error: LoginRefused, host: SshHost) -> str:
-    missing = [] if any("agent" in each for each in error.tried) else [_agent_state(host)]
+    agent = "no key in the ssh-agent" if host.agent and os.path.exists(host.agent) else "no ssh-agent"
+    missing = [] if any("agent" in each for each in error.tried) else [agent]
     if not (error.locked or any(os.path.sep in each for each in error.tried)):
         folders = dict.fromkeys(os.path.dirname(path) for path in host.identity_files)
         missing += [f"no key in {folder}" for folder in folders]
     offered = ", ".join(dict.fromkeys(error.tried))
     return "tried " + ("; ".join([offered, *missing]) if offered else "nothing: " + ", ".join(missing))
-
-
-def _agent_state(host: SshHost) -> str:
-    return "no key in the ssh-agent" if host.agent and os.path.exists(host.agent) else "no ssh-agent"
 
 
 def _through_jump(error: paramiko.ChannelException, host: SshHost, route: Route) -> tuple[str, str]:

@@ -96,12 +96,6 @@ class SshTransport(RemoteTransport):
         link = self._link
         return link is not None and link.is_alive
 
-    def _ssh(self) -> paramiko.Transport:
-        link = self._link
-        if link is None or not link.is_alive:
-            raise EOFError("SSH connection closed")
-        return link.ssh
-
     def _begin(self, command: Command, deadline: float) -> Process:
         # While the server refuses another session (``MaxSessions``), retries until ``deadline``.
         return _ChannelProcess(self._open_session(deadline), command)
@@ -118,7 +112,10 @@ class SshTransport(RemoteTransport):
     def _open_session(self, deadline: float) -> paramiko.Channel:
         while True:
             try:
-                return open_session(self._ssh(), min(STALL, max(0.1, deadline - time.monotonic())))
+                link = self._link
+                if link is None or not link.is_alive:
+                    raise EOFError("SSH connection closed")
+                return open_session(link.ssh, min(STALL, max(0.1, deadline - time.monotonic())))
             except paramiko.ChannelException:
                 if time.monotonic() + _RETRY_INTERVAL > deadline:
                     raise

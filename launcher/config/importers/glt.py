@@ -43,7 +43,9 @@ def read_glt(source: Source, flags: Flags) -> Foreign:
         raise ConfigError(problems)
     nodes = _list(tree, "nodes", problems)
     lists = {name: _list(tree, name, problems) for name in LISTS if name in tree.items}
-    problems += [_unequal(tree, name, lists[name], nodes) for name in lists if _differs(tree, name, nodes)]
+    for name, values in lists.items():
+        if isinstance(tree.items[name], YamlSequence) and len(values) != len(nodes):
+            problems.append(_unequal(tree, name, values, nodes))
     problems += [_our_key(tree, name) for name in tree.items if name in _OUR_KEYS]
     if not problems:
         order = _order(tree, lists, problems)
@@ -65,11 +67,6 @@ def _list(tree: Section, name: str, problems: list[Problem]) -> tuple[Tree, ...]
     words = "is missing" if found is None else f"expected a list with one entry per node, found {describe(found)}"
     problems.append(Problem(origin.file, origin.line, f"{name}: {words}"))
     return ()
-
-
-def _differs(tree: Section, name: str, nodes: tuple[Tree, ...]) -> bool:
-    values = tree.items[name]
-    return isinstance(values, YamlSequence) and len(values.items) != len(nodes)
 
 
 def _unequal(tree: Section, name: str, values: tuple[Tree, ...], nodes: tuple[Tree, ...]) -> Problem:

@@ -43,11 +43,10 @@ class Remote:
         """The command that runs the user's script; () for examples of PyG, which the bundled trainer replaces."""
         if self.is_example:
             return ()
-        return ("python", *(self._placed(word) if word == self.script else word for word in self.words))
-
-    def _placed(self, script: str) -> str:
-        """Return ``script`` if it is on this machine or ``folder`` is empty, else its path on the nodes."""
-        return script if not self.folder or os.path.isfile(script) else _joined(self.folder, script)
+        # A script that this machine lacks is a path on the nodes.
+        on_nodes = self.folder and not os.path.isfile(self.script)
+        script = _joined(self.folder, self.script) if on_nodes else self.script
+        return ("python", *(script if word == self.script else word for word in self.words))
 
 
 def parse_remote(command: str) -> Remote:

@@ -62,7 +62,11 @@ class _Traced:
 
     @property
     def text(self) -> list[str]:
-        return self.lines or [STOPPED if self.stopped else _described(self.pid, self.state)]
+        if self.lines or self.stopped:
+            return self.lines or [STOPPED]
+        words = {name: _word(f"/proc/{self.pid}/{name}") for name in ("wchan", "syscall")}
+        where = "".join(f", {name} {word}" for name, word in words.items() if word not in ("", "0", "running"))
+        return [f"{NO_STACK}, state {self.state}{where}"]
 
 
 class _Rank:
@@ -101,7 +105,9 @@ class _Rank:
         self._size = size
         if size == self._begin or self._quiet < _QUIET:
             return
-        lines = _read(self.dump, self._begin)[:_LINES]
+        with open(self.dump, "rb") as file:
+            file.seek(self._begin)
+            lines = file.read().decode("utf-8", "replace").splitlines()[:_LINES]
         if self._quiet >= _LONG_QUIET or _main_thread(lines):
             self._waiting.pop(0).lines = lines
             self._sent = False
@@ -258,12 +264,6 @@ def _has_open(pid: int, path: str) -> bool:
     return any(os.path.samestat(wanted, one) for one in found)
 
 
-def _described(pid: int, state: str) -> str:
-    words = {name: _word(f"/proc/{pid}/{name}") for name in ("wchan", "syscall")}
-    where = "".join(f", {name} {word}" for name, word in words.items() if word not in ("", "0", "running"))
-    return f"{NO_STACK}, state {state}{where}"
-
-
 def _word(path: str) -> str:
     try:
         with open(path, encoding="ascii", errors="replace") as file:
@@ -277,12 +277,6 @@ def _size(path: str) -> int:
         return os.stat(path).st_size
     except FileNotFoundError:
         return 0
-
-
-def _read(path: str, begin: int) -> list[str]:
-    with open(path, "rb") as file:
-        file.seek(begin)
-        return file.read().decode("utf-8", "replace").splitlines()
 
 
 def write_log(run_dir: str, name: str, lines: Sequence[str]) -> None:

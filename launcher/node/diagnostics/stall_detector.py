@@ -203,7 +203,10 @@ class _StragglerRule:
             return
         usual = statistics.median_low(own["own_s"] for own in typical.values())  # of two ranks, that of the faster one
         for rank, own in typical.items():
-            slow = self._is_slow(own, usual, rank in self._slow)
+            # hysteresis: a reported straggler must fall well below the limits
+            ease = 0.5 if rank in self._slow else 1.0
+            excess = own["own_s"] - usual
+            slow = excess > (SLOWER - 1) * ease * usual and excess > SHARE * ease * own["step_s"]
             if slow and rank not in self._slow and now - self._ended.get(rank, -QUIET) >= QUIET:
                 self._slow.add(rank)
                 yield _finding("straggler", ranks[rank]["node_rank"], rank, _slow(ranks[rank], own, usual), False)
@@ -226,11 +229,6 @@ class _StragglerRule:
     def _enough(self, rank: int) -> bool:
         lines = self._lines.get(rank)
         return lines is not None and len(lines) >= 3 and lines[-1]["t"] - lines[0]["t"] >= ENOUGH
-
-    def _is_slow(self, own: Mapping[str, float], usual: float, already: bool) -> bool:
-        ease = 0.5 if already else 1.0  # hysteresis: a reported straggler must fall well below the limits
-        excess = own["own_s"] - usual
-        return excess > (SLOWER - 1) * ease * usual and excess > SHARE * ease * own["step_s"]
 
 
 def _typical(lines: Sequence[Entry]) -> dict[str, float]:

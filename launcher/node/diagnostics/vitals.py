@@ -103,7 +103,10 @@ class Vitals:
             known["remote_share"] = None
         if training:
             known["most"] = largest(line.get("spent")) or known["most"]
-            known |= _device(line.get("device"))
+            device = line.get("device")
+            values = device if isinstance(device, dict) else {}
+            if numbers := {name: values[name] for name in _DEVICE_NUMBERS if _is_number(values.get(name))}:
+                known["device"] = numbers
         known |= {"kind": line["kind"], "t": line["t"] if _is_number(line.get("t")) else now}
         loss: Any = line.get("loss")
         if not (training and _is_number(loss) and _is_number(line.get("epoch"))):
@@ -138,13 +141,6 @@ def largest(spent: Any) -> list[Any] | None:
     return [most[:_LONGEST_KIND], round(kinds[most] / whole, 3)]
 
 
-def _device(values: Any) -> dict[str, Any]:
-    """Return ``{"device": values}`` with those values that are numbers; {} if there are none."""
-    known = values if isinstance(values, dict) else {}
-    numbers = {name: known[name] for name in _DEVICE_NUMBERS if _is_number(known.get(name))}
-    return {"device": numbers} if numbers else {}
-
-
 class LineTail:
     """Reads the lines of JSON that are appended to a file; it skips lines without ``kind``."""
 
@@ -158,8 +154,9 @@ class LineTail:
         if len(self._rest) > _LONGEST:
             self._rest = b""
         for text in whole:
-            line = _parsed(text)
-            if line is not None:
+            line = parsed(text)  # None if it was cut off by a full disk, or is not a metrics line
+            kind = line.get("kind") if isinstance(line, dict) else None
+            if isinstance(kind, str) and len(kind) <= _LONGEST_KIND:
                 yield line
 
     def _added(self) -> bytes:
@@ -175,12 +172,6 @@ class LineTail:
             os.close(file)
         self._offset += len(data)
         return data
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    line = parsed(text)  # None if it was cut off by a full disk, or is not a metrics line
-    kind = line.get("kind") if isinstance(line, dict) else None
-    return line if isinstance(kind, str) and len(kind) <= _LONGEST_KIND else None
 
 
 def read_progress(path: str) -> list[Any] | None:

@@ -208,7 +208,11 @@ class Member:
         self._forget_attempt()
         self._tried = time.monotonic()
         try:
-            family, place = self._hub_address or self._look_up()
+            if self._hub_address is None:
+                hub = self.spec.hub_node
+                found = socket.getaddrinfo(hub.address, hub.control_port, type=socket.SOCK_STREAM)
+                self._hub_address = found[0][0], found[0][4]
+            family, place = self._hub_address
             sock = socket.socket(family, socket.SOCK_STREAM)
         except OSError as error:
             self._trouble = error.strerror or str(error)
@@ -219,12 +223,6 @@ class Member:
         if status not in (0, errno.EINPROGRESS):
             return self._failed_attempt(status)
         self._loop.watch(sock, selectors.EVENT_WRITE, lambda _: self._connected())
-
-    def _look_up(self) -> tuple[int, Any]:
-        hub = self.spec.hub_node
-        found = socket.getaddrinfo(hub.address, hub.control_port, type=socket.SOCK_STREAM)
-        self._hub_address = found[0][0], found[0][4]
-        return self._hub_address
 
     def _connected(self) -> None:
         sock = self._connecting

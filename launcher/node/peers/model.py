@@ -200,7 +200,8 @@ def left_words(cause: Cause, crew: Crew, gone: Collection[int]) -> str:
     k = cause["node_rank"]
     verb = "was lost" if cause["kind"] == "lost" else "failed"
     at = time.strftime("%H:%M:%S UTC", time.gmtime(cause["t"]))
-    loss = f"server {crew.nodes[k].label} {verb} at {at} ({_why(cause)})"
+    who = "" if cause["name"] == "node" else f"{cause['name'].replace('rank', 'rank ')} "
+    loss = f"server {crew.nodes[k].label} {verb} at {at} ({who}{cause['reason']})"
     others = ", ".join(crew.nodes[j].label for j in crew.served_by(k, gone))
     verb = "are" if len(crew.nodes[k].parts) > 1 else "is"
     return f"{loss}: {crew.held(k)} {verb} served by {others}" if others else f"{loss}: it is no longer needed"
@@ -224,8 +225,3 @@ def nobody_left(k: int, crew: Crew, gone: Collection[int]) -> str:
         return ""
     before = ", ".join(crew.nodes[j].label for j in sorted(gone) if set(missing) & set(crew.nodes[j].parts))
     return f"; no other node holds {parts_words(missing)}" + (f", as {before} was lost before" if before else "")
-
-
-def _why(cause: Cause) -> str:
-    name = cause["name"]
-    return str(cause["reason"]) if name == "node" else f"{name.replace('rank', 'rank ')} {cause['reason']}"

@@ -32,8 +32,11 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
                 same.append(path)
                 continue
             small = found.st_size <= min(request["small"], room)
-            data = _packed(os.path.join(top, path), found.st_size) if small else None
-            room -= found.st_size if small else 0
+            data = None
+            if small:
+                with open(os.path.join(top, path), "rb") as file:  # a log may have grown since its size was read
+                    data = base64.b64encode(zlib.compress(file.read(found.st_size), 1)).decode()
+                room -= found.st_size
             files[path] = {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "data": data}
         except OSError as error:
             errors[path] = error.strerror or str(error)
@@ -47,9 +50,3 @@ def _walk(top: str) -> list[str]:
         for name in names
         if os.path.isfile(os.path.join(folder, name))
     ]
-
-
-def _packed(path: str, size: int) -> str:
-    # A log may have grown since its size was read.
-    with open(path, "rb") as file:
-        return base64.b64encode(zlib.compress(file.read(size), 1)).decode()

@@ -50,13 +50,18 @@ def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:
     if trainer and decision["checkpoint"]:
         path = os.path.join(first.run_dir, "checkpoints", str(decision["checkpoint"]["file"]))
         trainer = {**trainer, "env": {**trainer.get("env", {}), "GNNFLEET_RESUME": path}}
+    server = first.server
+    if server and "--own" in server["argv"]:
+        argv = list(server["argv"])
+        argv[argv.index("--own") + 1] = ",".join(map(str, nodes[first.node_rank].parts))
+        server = {**server, "argv": argv}
     return replace(
         first,
         generation=decision["generation"],
         nodes=tuple(nodes),
         hub=decision["lead"],
         master_addr=first.master_addr if decision["first"] == first.hub else "",
-        server=first.server and _owning(first.server, nodes[first.node_rank].parts),
+        server=server,
         trainer=trainer,
     )
 
@@ -77,13 +82,6 @@ def read_returns(spec: NodeSpec) -> tuple[bool, NodeSpec]:
     if not spec.restarts or generation < 0:
         return False, spec
     return True, replace(spec, generation=generation)
-
-
-def _owning(server: Mapping[str, Any], parts: tuple[int, ...]) -> Mapping[str, Any]:
-    argv = list(server["argv"])
-    if "--own" in argv:
-        argv[argv.index("--own") + 1] = ",".join(map(str, parts))
-    return {**server, "argv": argv}
 
 
 def cluster_file(before: Mapping[str, Any], spec: NodeSpec, decision: Decision) -> dict[str, Any]:

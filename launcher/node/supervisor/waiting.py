@@ -118,11 +118,12 @@ class Waiting:
         assert self.place is not None
         self.place["ready"] = not found
         runs = {(one.run_id, one.user, one.waits): one for one in reversed(found)}
-        shown = [*runs.values()][::-1][:_SHOWN]
-        self._words = "; ".join(map(self._in_words, shown)) or "other nodes of the run were not ready"
+        shown = [(self._what(one), one) for one in [*runs.values()][::-1][:_SHOWN]]
+        words = [f"{what} {'are' if what == 'CPUs' else 'is'} {leases.describe(one)}" for what, one in shown]
+        self._words = "; ".join(words) or "other nodes of the run were not ready"
         blockers = [
-            {"run_id": one.run_id, "user": one.user, "since": one.since, "waits": one.waits, "what": self._what(one)}
-            for one in shown
+            {"run_id": one.run_id, "user": one.user, "since": one.since, "waits": one.waits, "what": what}
+            for what, one in shown
         ]
         earlier = len({(one.run_id, one.user) for one in found if one.waits})
         if self.state is None or self.state["blockers"] != blockers or self.state["earlier"] != earlier:
@@ -132,10 +133,6 @@ class Waiting:
     def _what(self, one: leases.Lease) -> str:
         names = one.wants if one.waits else [one.resource]
         return leases.resource_label(next((name for name in names if name in self._ticket.wants), "cpu"))
-
-    def _in_words(self, one: leases.Lease) -> str:
-        what = self._what(one)
-        return f"{what} {'are' if what == 'CPUs' else 'is'} {leases.describe(one)}"
 
 
 class Forecast:

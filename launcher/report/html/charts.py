@@ -50,10 +50,11 @@ def loss_chart(record: RunRecord) -> Chart | None:
     It also shows the loss of the run that this run resumed.
     """
     own, begin = record.metrics.series, resumed_at(record)
-    data = [
-        _line("earlier run", _thinned_before(series.step_loss or series.epoch_loss, begin), colour=_EARLIER)
-        for series in (one.metrics.series for one in record.earlier[-1:])
-    ]
+    data = []
+    for series in (one.metrics.series for one in record.earlier[-1:]):
+        points = series.step_loss or series.epoch_loss  # already thinned
+        before = [point for point in points if begin is None or point[0] <= begin]
+        data.append(_line("earlier run", before, colour=_EARLIER))
     data += [
         _line("each step", own.step_loss, colour="#56b4e9", width=1),
         _line("mean of the epoch", own.epoch_loss, colour="#0072b2", marks=True),
@@ -177,11 +178,6 @@ def resumed_at(record: RunRecord) -> float | None:
     own = [number(line.get("epoch")) for line in record.metrics.series.epochs]
     firsts = [epoch for epoch in own if epoch is not None]
     return min(firsts) - 1 if firsts else None
-
-
-def _thinned_before(points: Sequence[Point], end: float | None) -> list[Point]:
-    """Return the points whose x is at most ``end`` (None: all). ``points`` are already thinned."""
-    return [point for point in points if end is None or point[0] <= end]
 
 
 def _resume_mark(record: RunRecord) -> dict[str, Any]:

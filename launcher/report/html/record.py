@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,10 +94,14 @@ def _read(found: FoundRun, metrics: Metrics, folder: Path, runs_dirs: Sequence[P
         tuple(filter(None, (_outcome(one) for node in result["nodes"] for one in node["outcomes"]))) if result else ()
     )
     first = _outcome(result.get("first_failure"))
+    events: list[Event] = []
+    if (folder / "events.jsonl").is_file():
+        with (folder / "events.jsonl").open("rb") as lines:
+            events = sorted(records(EVENT, lines), key=lambda event: float(event["t"]))
     return RunRecord(
         found,
         metrics,
-        tuple(sorted(_events(folder / "events.jsonl"), key=lambda event: float(event["t"]))),
+        tuple(events),
         outcomes,
         first,
         _last_lines(folder / first.log_name) if first else (),
@@ -122,13 +126,6 @@ def _outcome(values: Any) -> Outcome | None:
     """Convert an outcome from result.json; None if it is invalid or from another version."""
     known = checked(OUTCOME, values)
     return None if known is None else Outcome.from_record(known, str(known.get("host", "")))
-
-
-def _events(path: Path) -> Iterator[Event]:
-    if not path.is_file():
-        return
-    with path.open("rb") as lines:
-        yield from records(EVENT, lines)
 
 
 def _last_lines(path: Path) -> tuple[str, ...]:

@@ -97,13 +97,10 @@ def _cleaned(value: Any, key: str = "") -> Any:
         return [_cleaned(each, key) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return _escaped(value) if isinstance(value, str) and key in _TEXTS else value
-
-
-def _escaped(text: str) -> str:
-    # plotly interprets some HTML tags.
-    short = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-    return short.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    if not isinstance(value, str) or key not in _TEXTS:
+        return value
+    short = value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+    return short.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")  # plotly interprets some HTML tags
 
 
 @cache

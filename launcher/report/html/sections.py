@@ -338,20 +338,16 @@ def _config(record: RunRecord) -> Iterator[Block]:
         yield Lines("command", f"cd {shlex.quote(launch.cwd)}\n{command}")
     versions = [event for event in record.events if event.get("kind") == "versions"]
     if versions:
-        yield _versions(versions)
+        by_nodes = [(spans(sorted(event.get("nodes", ()))), dict(event.get("versions", {}))) for event in versions]
+        names = sorted({name for _, found in by_nodes for name in found})
+        rows = tuple((name, *(str(found.get(name) or "–") for _, found in by_nodes)) for name in names)
+        yield Table(("package", *(f"node {nodes}" for nodes, _ in by_nodes)), rows, "Versions")
     path = record.folder / "config.yml"
     if path.is_file():
         yield Lines("config of the run", _without_env(path.read_text(encoding="utf-8", errors="replace")), folded=True)
     if record.result:
         text = json.dumps(record.result.get("metrics") or {}, indent=1)
         yield Lines("figures (result.json)", text, folded=True)
-
-
-def _versions(events: list[Mapping[str, Any]]) -> Table:
-    by_nodes = [(spans(sorted(event.get("nodes", ()))), dict(event.get("versions", {}))) for event in events]
-    names = sorted({name for _, versions in by_nodes for name in versions})
-    rows = tuple((name, *(str(versions.get(name) or "–") for _, versions in by_nodes)) for name in names)
-    return Table(("package", *(f"node {nodes}" for nodes, _ in by_nodes)), rows, "Versions")
 
 
 def _without_env(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.config.resolve import ResolvedConfig
 from launcher.errors import FleetError, TransportError
-from launcher.plan.model import NodeFacts
+from launcher.plan.model import LaunchPlan, NodeFacts
 from launcher.plan.placement import outer_python
 from launcher.plan.ports import candidate_ports
 from launcher.preflight.check_devices import device_findings
@@ -53,9 +53,8 @@ _CLOSE_TIMEOUT = 6.0  # seconds; a node that hangs must not block the end of pre
 def run_preflight(
     config: ResolvedConfig,
     transports: Mapping[int, Transport | TransportError],
+    draft: LaunchPlan | None = None,
     *,
-    own_command: bool = False,
-    bytes_needed: Mapping[int, int] | None = None,
     run_id: str = "",
     notify: bool = False,
     speed: bool = False,
@@ -64,8 +63,8 @@ def run_preflight(
 
     Args:
         transports: connection or error of each node by node_rank (the result of ``connect_all``).
-        own_command: the run starts a user's command instead of the bundled trainer.
-        bytes_needed: bytes that the plan will store on each node, by node_rank.
+        draft: the plan before preflight, for whose files, without parts that do not exist yet, the disks must have
+            room; None: not checked, and the bundled trainer runs.
         run_id: id of the run; a node that already has a run of this id gets a blocking finding.
         notify: also send a message to each target of ``run.notify``.
         speed: also measure how fast the hosts are, which takes two seconds of all their processors.
@@ -81,7 +80,8 @@ def run_preflight(
         _raise_unexpected(errors)
         probes = {k: answers.values[k][0] for k in sorted(answers.values)}
         offsets = {k: answers.values[k][1] for k in probes}
-        survey = inquiry.survey(probes, offsets, own_command, bytes_needed)
+        bytes_needed = {node.node_rank: draft.sent_bytes(node) for node in draft.nodes} if draft else {}
+        survey = inquiry.survey(probes, offsets, draft is not None and bool(draft.own_command), bytes_needed)
         facts = {k: _facts(config, k, probe, offsets[k]) for k, probe in probes.items()}
         findings = [connect_finding(config, k, errors[k]) for k in sorted(errors)]
         findings += all_findings(survey)

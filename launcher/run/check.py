@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from launcher.config.resolve import ResolvedConfig, resolve
 from launcher.config.schema import ClusterConfig
-from launcher.errors import FleetError, TransportError
+from launcher.errors import FleetError
 from launcher.plan.build import make_plan, offline_plan
 from launcher.plan.model import LaunchPlan
 from launcher.preflight.finding import Finding, Severity
@@ -38,7 +38,7 @@ def run_check(
     resolved, draft = _drafted(config, options, to_train=not resolve(config).serve_only)
     attempts = connect_all(resolved)
     try:
-        report = preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "", notify=notify, speed=speed)
+        report = run_preflight(resolved, attempts, draft, run_id=options.run_id or "", notify=notify, speed=speed)
         if resolved.data.mode == "verify" and not resolved.data.serving and not report.blocked:
             with console.status("comparing the files of the parts with their manifest"):
                 found = _compared_parts(resolved, options, report, attempts)
@@ -76,7 +76,7 @@ def _compared_parts(
 def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
     """Run preflight over the open connections ``attempts`` and return its report; prints nothing."""
     resolved, draft = _drafted(config, options)
-    return preflight_of_draft(resolved, attempts, draft, run_id=options.run_id or "")
+    return run_preflight(resolved, attempts, draft, run_id=options.run_id or "")
 
 
 def _drafted(
@@ -84,31 +84,6 @@ def _drafted(
 ) -> tuple[ResolvedConfig, LaunchPlan]:  # fmt: skip
     resolved = resolve(config)
     return resolved, offline_plan(resolved, options.run_id or "check", options.own_command, to_train=to_train)
-
-
-def preflight_of_draft(
-    config: ResolvedConfig,
-    attempts: Mapping[int, Transport | TransportError],
-    draft: LaunchPlan,
-    *,
-    run_id: str,
-    notify: bool = False,
-    speed: bool = False,
-) -> PreflightReport:
-    """Run preflight for the nodes of the plan ``draft``.
-
-    Also checks the disk space for the plan's files, without parts that do not exist yet. ``attempts``: connection or
-    error of each node, by node_rank.
-    """
-    return run_preflight(
-        config,
-        attempts,
-        own_command=bool(draft.own_command),
-        bytes_needed={node.node_rank: draft.sent_bytes(node) for node in draft.nodes},
-        run_id=run_id,
-        notify=notify,
-        speed=speed,
-    )
 
 
 def show_findings(report: PreflightReport, file: Path, console: Console) -> None:

@@ -31,12 +31,12 @@ from launcher.plan.partition import PartitionFiles
 from launcher.plan.render import print_placement
 from launcher.plan.serialize import run_json
 from launcher.plan.trainable import check_model_class, check_trainable
-from launcher.preflight.preflight import without_busy_ports
+from launcher.preflight.preflight import run_preflight, without_busy_ports
 from launcher.report.events import EventLog
 from launcher.report.launch_file import LaunchFile, Stage, user_at_host
 from launcher.report.report import RunReport, RunState
 from launcher.report.run_folder import clear, register
-from launcher.run.check import preflight_of_draft, show_findings
+from launcher.run.check import show_findings
 from launcher.run.interrupts import Interrupts
 from launcher.run.lifecycle import RunContext, conduct
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
@@ -284,7 +284,7 @@ def require_preflight(
     """
     context.enter_stage("preflight")
     run_id = context.run_id if new_run else ""
-    report = preflight_of_draft(context.config, attempts, draft, run_id=run_id)
+    report = run_preflight(context.config, attempts, draft, run_id=run_id)
     report = report if context.options.wait is None else report.to_wait()
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from launcher.preflight.preflight import run_preflight
 from launcher.preflight.preflight_report import PreflightReport
 from launcher.transport import connect_all
 from launcher.transport.base import Transport
+from plan_kit import plan_of
 
 
 def machine(k: int, **facts: Any) -> FakeTransport:
@@ -76,7 +78,12 @@ def test_a_node_without_python() -> None:
 
 
 def test_a_plan_larger_than_the_disk_is_refused() -> None:
-    report = check(cluster(2), machine(0), machine(1), bytes_needed={0: 10**9, 1: 11 * 10**9})
+    plan = plan_of(cluster(2))
+    small, large = (
+        replace(node, files=(replace(node.files[0], bytes=size),))
+        for node, size in zip(plan.nodes, (10**9, 11 * 10**9), strict=True)
+    )
+    report = check(cluster(2), machine(0), machine(1), draft=replace(plan, nodes=(small, large)))
     assert problems(report) == [(1, "block", "disk")]
 
 

@@ -14,7 +14,7 @@ import pytest
 from launcher.node.child_process import Loop
 from launcher.node.diagnostics.process_state import STOPPED
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import NoPeers, sentence
+from launcher.node.peers.model import Peers, sentence
 from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.rendezvous import Restarts
@@ -108,5 +108,5 @@ def test_hostile_orders_of_a_hub_break_nothing(tmp_path: Path) -> None:
         if member.decision is not None and member.decision["restart"] and 1 in member.decision["nodes"]:
             restarts = Restarts(spec, cast(Loop, None), journal)
             restarts.decision = member.decision
-            started.append(restarts.next_attempt(spec, NoPeers()))
+            started.append(restarts.next_attempt(spec, Peers(spec)))
     assert started[0] is not None and started[0].ranks == (1,)

@@ -14,7 +14,7 @@ import pytest
 from launcher.config.schema import DataConfig, NodeConfig, RunConfig
 from launcher.node import procs
 from launcher.node.child_process import Loop
-from launcher.node.peers.model import NoPeers
+from launcher.node.peers.model import Peers
 from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor import tracking
 from launcher.node.supervisor.journal import Journal
@@ -59,7 +59,7 @@ def test_trackers_that_hang_end_with_the_run(tmp_path: Path, loop: Loop, monkeyp
     spec = NodeSpec("r1", "t", 0, str(tmp_path), (RunNode("a", ranks=(0,)),), None, None, 9.0, 1.0, tracker=command)
     tracked = tracking.Tracking(spec, journal, loop, loop.turn)
     tracked.begin(spec, None)
-    sight = Sight(spec, NoPeers(), {"ranks": {0: {"seeds_per_s": 9.0, "loss": 1.0}}}, [])
+    sight = Sight(spec, Peers(spec), {"ranks": {0: {"seeds_per_s": 9.0, "loss": 1.0}}}, [])
     found, deadline = [], time.monotonic() + 60
     while not found and time.monotonic() < deadline:
         loop.turn(0.05)

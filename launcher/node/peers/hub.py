@@ -17,10 +17,10 @@ from launcher.node.child_process import Loop
 from launcher.node.json_records import MEMBER_REPORT
 from launcher.node.peers.link import Link, Message, listen, proof, proven
 from launcher.node.peers.model import (
-    NO_TURN,
     Cause,
     Decision,
     Order,
+    Peers,
     Report,
     Turn,
     eof_patience,
@@ -77,18 +77,11 @@ class MemberStatus:
     place: dict[str, Any] | None = None  #: whether it could start, while the run waits for its leases
 
 
-class Hub:
+class Hub(Peers):
     """The ``Peers`` of the lead node: its connections to all members. No method blocks."""
 
     def __init__(self, spec: NodeSpec, loop: Loop, clock: Callable[[], float] = time.time) -> None:
-        self.spec = spec
-        self.order: Order | None = None
-        self.cause: Cause | None = None
-        self.lost: dict[str, dict[str, Any]] = {}
-        self.gone: dict[str, dict[str, Any]] = {}
-        self.decision: Decision | None = None
-        self.turn = NO_TURN
-        self.offset = 0.0
+        super().__init__(spec)
         self.dropped: dict[str, int] = {}  #: number of unauthenticated connections closed, by reason
         self.members = {k: MemberStatus(k) for k in spec.members}
         self.guests: dict[int, MemberStatus] = {}  #: connected nodes that wait for the next attempt
@@ -156,7 +149,8 @@ class Hub:
         return not any((member.heard is not None or not late) and not member.away for member in self._expected())
 
     def begin(self, spec: NodeSpec) -> None:
-        self.spec, before = spec, self.guests | self.members
+        super().begin(spec)
+        before = self.guests | self.members
         self.members, self.guests = {}, {}
         for k in spec.members:
             old = before.pop(k, MemberStatus(k))
@@ -164,7 +158,7 @@ class Hub:
         for member in before.values():
             if member.link is not None:
                 member.link.close()  # it may connect again as a guest (rendezvous.Guest)
-        self.order, self.cause, self.lost, self._own, self._ordered = None, None, {}, {}, None
+        self.lost, self._own, self._ordered = {}, {}, None
         self.stacks_wanted = self.stop_asked = self.suspended = False
         self._opened = time.monotonic()
 
@@ -183,8 +177,7 @@ class Hub:
         self._broadcast()
 
     def call(self, turn: Turn) -> None:
-        """Send ``turn`` to all members now, and repeat it in every later message."""
-        self.turn = turn
+        super().call(turn)
         self._broadcast()
 
     def awaited(self) -> list[int]:

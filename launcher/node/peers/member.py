@@ -20,10 +20,8 @@ from launcher.node.json_records import ORDERS
 from launcher.node.peers.hub import KILLED, excused, silence
 from launcher.node.peers.link import Link, Message, proof, proven
 from launcher.node.peers.model import (
-    NO_TURN,
-    Cause,
-    Decision,
     Order,
+    Peers,
     Report,
     Turn,
     eof_patience,
@@ -85,18 +83,12 @@ _LATE = 2.0  # seconds between two calls of ``look`` that mean that this machine
 _QUICK_TRIPS = 4  # first round trips, made without a pause to measure the clock offset
 
 
-class Member:
+class Member(Peers):
     """The ``Peers`` of a member: its connection to the hub. No method blocks, except to resolve the hub's host name."""
 
     def __init__(self, spec: NodeSpec, loop: Loop, clock: Callable[[], float] = time.time) -> None:
-        self.spec = spec
-        self.order: Order | None = None
-        self.cause: Cause | None = None
-        self.lost: dict[str, dict[str, Any]] = {}
-        self.gone: dict[str, dict[str, Any]] = {}
-        self.decision: Decision | None = None
-        self.turn = NO_TURN
-        self.spare = spec.crew.spare()
+        super().__init__(spec)
+        self._spare = spec.crew.spare()
         self.stacks_wanted = False
         self._loop, self._clock = loop, clock
         self._offset, self._trips = ClockOffset(), 0
@@ -135,6 +127,10 @@ class Member:
         hub = {"state": rows.get(key, {}).get("state", "absent"), "age": _add(0.0, now - (self._heard or now))}
         rows[key] = hub if self._heard is not None else {"state": "absent", "age": None}
         return {k: row for k, row in rows.items() if k != str(self.spec.node_rank)}
+
+    @property
+    def spare(self) -> list[int]:
+        return self._spare
 
     def open(self) -> None:
         self._opened = self._looked = time.monotonic()
@@ -176,9 +172,9 @@ class Member:
         return self._known_final or bool(self.lost)
 
     def begin(self, spec: NodeSpec) -> None:
-        self.spec, self.spare = spec, spec.crew.spare()
-        self.order, self.cause, self.lost = None, None, {}
-        self.stacks_wanted, self._known_final, self._own = False, False, None
+        super().begin(spec)
+        self._spare = spec.crew.spare()
+        self.lost, self.stacks_wanted, self._known_final, self._own = {}, False, False, None
 
     def call(self, turn: Turn) -> None:
         raise AssertionError("only the lead node calls a turn")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from launcher.node.exit_description import Failure, first_failure
 from launcher.node.spec import Crew, NodeSpec, parts_words
@@ -55,15 +55,22 @@ class Order(NamedTuple):
     cause: Cause | None = None
 
 
-class Peers(Protocol):
-    """A supervisor's connection to the other supervisors. Times are by this node's clock, seconds since the epoch."""
+class Peers:
+    """A supervisor's connection to the other supervisors: none in a run with a single node, for which this class is.
 
-    order: Order | None  #: None while the run continues
-    cause: Cause | None  #: first cause of the run's end, on any node
-    lost: dict[str, dict[str, Any]]  #: lost nodes that ended the run, by node_rank: {"since", "why"}
-    gone: dict[str, dict[str, Any]]  #: nodes the run continues without; like ``lost``, with "t", "how", "kind", "text"
-    decision: Decision | None  #: the hub's last decision; None before the first
-    turn: Turn  #: whose turn it is, as the lead node has decided
+    Times are by this node's clock, seconds since the epoch.
+    """
+
+    def __init__(self, spec: NodeSpec) -> None:
+        self.spec = spec  #: of the current attempt
+        self.order: Order | None = None  #: None while the run continues
+        self.cause: Cause | None = None  #: first cause of the run's end, on any node
+        #: lost nodes that ended the run, by node_rank: {"since", "why"}
+        self.lost: dict[str, dict[str, Any]] = {}
+        #: nodes the run continues without; like ``lost``, with "t", "how", "kind", "text"
+        self.gone: dict[str, dict[str, Any]] = {}
+        self.decision: Decision | None = None  #: the hub's last decision; None before the first
+        self.turn = NO_TURN  #: whose turn it is, as the lead node has decided
 
     def open(self) -> None:
         """Start to listen (hub) or to connect (member); raises OSError when the hub cannot listen."""
@@ -76,62 +83,33 @@ class Peers(Protocol):
 
     def may_leave(self) -> bool:
         """Whether this supervisor may exit: the others know that it has ended, and none needs it any more."""
-
-    def begin(self, spec: NodeSpec) -> None:
-        """Begin the attempt that ``spec`` describes; open connections are kept."""
-
-    def call(self, turn: Turn) -> None:
-        """As the lead node, send ``turn`` to all nodes."""
-
-    def close(self) -> None: ...
-
-    @property
-    def offset(self) -> float | None:
-        """Seconds by which this clock is ahead of the hub's; None until measured."""
-
-    @property
-    def table(self) -> dict[str, dict[str, Any]]:
-        """The state of each other node, by node_rank: {"state", "age": seconds since its last message, or None}."""
-
-    @property
-    def spare(self) -> list[int]:
-        """node_ranks of the nodes that the run can lose now (``Crew.spare``)."""
-
-
-class NoPeers:
-    """The ``Peers`` of a run with a single node, which needs no connections."""
-
-    def __init__(self) -> None:
-        self.order: Order | None = None
-        self.cause: Cause | None = None
-        self.lost: dict[str, dict[str, Any]] = {}
-        self.gone: dict[str, dict[str, Any]] = {}
-        self.decision: Decision | None = None
-        self.turn = NO_TURN
-        self.spare: list[int] = []
-        self.offset = 0.0
-        self.table: dict[str, dict[str, Any]] = {}
-
-    def open(self) -> None:
-        return
-
-    def look(self) -> None:
-        return
-
-    def report(self, report: Report) -> None:
-        return
-
-    def may_leave(self) -> bool:
         return True
 
     def begin(self, spec: NodeSpec) -> None:
-        self.order, self.cause = None, None
+        """Begin the attempt that ``spec`` describes; open connections are kept."""
+        self.spec, self.order, self.cause = spec, None, None
 
     def call(self, turn: Turn) -> None:
+        """As the lead node, send ``turn`` to all nodes, and repeat it in every later message."""
         self.turn = turn
 
     def close(self) -> None:
         return
+
+    @property
+    def offset(self) -> float | None:
+        """Seconds by which this clock is ahead of the hub's; None until measured."""
+        return 0.0
+
+    @property
+    def table(self) -> dict[str, dict[str, Any]]:
+        """The state of each other node, by node_rank: {"state", "age": seconds since its last message, or None}."""
+        return {}
+
+    @property
+    def spare(self) -> list[int]:
+        """node_ranks of the nodes that the run can lose now (``Crew.spare``)."""
+        return []
 
 
 def make_cause(

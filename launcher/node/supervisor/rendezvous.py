@@ -14,7 +14,7 @@ from typing import Any
 from launcher.node.child_process import Loop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Cause, Decision, NoPeers, Peers, first_cause, make_cause
+from launcher.node.peers.model import Cause, Decision, Peers, first_cause, make_cause
 from launcher.node.record import write_json
 from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.attempt import archive, cluster_file, first_cluster, next_spec
@@ -31,7 +31,7 @@ _ENDING = 10.0  # seconds beyond the grace in which the nodes end their processe
 def connect(spec: NodeSpec, loop: Loop) -> Peers:
     """Make this node's connection to the other supervisors: as hub, as member, or as the only node of the run."""
     if not spec.has_peers:
-        return NoPeers()
+        return Peers(spec)
     return Hub(spec, loop) if spec.node_rank == spec.hub else Member(spec, loop)
 
 

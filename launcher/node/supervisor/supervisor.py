@@ -26,7 +26,7 @@ from launcher.node.environment import process_environment
 from launcher.node.exit_description import describe, describe_stop
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
-from launcher.node.peers.model import Cause, NoPeers, Peers, make_cause, sentence
+from launcher.node.peers.model import Cause, Peers, make_cause, sentence
 from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.attempt import read_returns, standing_of
 from launcher.node.supervisor.health import DepartedNodes, Health
@@ -75,7 +75,7 @@ class Supervisor:
         self.start_ticks = me.start_ticks if me else 0
         self.address = f"{os.getpid()}:{self.start_ticks}"
         self._next_heartbeat = 0.0
-        self.begin(spec, NoPeers() if self.returns else connect(spec, self.loop))
+        self.begin(spec, Peers(spec) if self.returns else connect(spec, self.loop))
 
     def begin(self, spec: NodeSpec, peers: Peers) -> None:
         """Create the objects of one attempt; starts no process."""

@@ -107,11 +107,6 @@ def _without_gc() -> Iterator[None]:
         gc.enable()
 
 
-def _no_parts_if_set_empty() -> tuple[int, ...] | None:
-    # click treats an empty variable as not set.
-    return () if "GNNFLEET_PART_IDS" in os.environ else None
-
-
 class _CacheSize(click.ParamType):
     name = "size"
 
@@ -142,9 +137,9 @@ def _server_wait(help: str) -> Callable[[F], F]:
 
 _GRAPH_OPTIONS = (
     _run_option("--parts", "PARTS", "Partition folder; client nodes of a run have none.", type=_FOLDER),
-    _run_option(
+    _run_option(  # click takes an empty variable for one that is not set
         "--part-ids", "PART_IDS", "Parts to open; default: all, or none if the variable GNNFLEET_PART_IDS is empty.",
-        type=NumberList(), default=_no_parts_if_set_empty,
+        type=NumberList(), default=lambda: () if "GNNFLEET_PART_IDS" in os.environ else None,
     ),
     _run_option(
         "--cluster", "CLUSTER", "cluster.json of the run, if graph servers of other hosts have parts.", type=_FOLDER

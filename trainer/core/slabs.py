@@ -67,7 +67,8 @@ class Slabs:
         size = math.prod(shape) * kind.itemsize
         if size < LARGE:
             return np.empty(shape, kind)
-        slab = self._allocate(_rounded(size))
+        step = 1 << (size.bit_length() - 6)
+        slab = self._allocate(-(-size // step) * step)  # at most 1/32 more: arrays of similar size reuse each other's
         lease = (ctypes.c_ubyte * len(slab)).from_buffer(slab.data)
         returning = weakref.finalize(lease, self._give_back, slab)
         returning.atexit = False
@@ -102,12 +103,6 @@ class Slabs:
 
 def _size(one: _FreeSlab) -> int:
     return len(one.memory)
-
-
-def _rounded(size: int) -> int:
-    """Round a size up by at most 1/32, so that arrays of similar size can reuse each other's slabs."""
-    step = 1 << (size.bit_length() - 6)
-    return -(-size // step) * step
 
 
 _slabs = Slabs()

@@ -71,7 +71,9 @@ class FeatureRows:
 
     def join(self, out: Tensor, missing: Tensor, rows: Array) -> None:
         """Copy rows that the CPU gathered, in the stored dtype, to the positions ``missing`` of ``out``."""
-        out.index_copy_(0, missing, _as_float32(rows, self.spec).to(self._device))  # waits: the rows may be freed then
+        bfloat16 = self.spec.dtype == "bfloat16"
+        values = torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16) if bfloat16 else torch.from_numpy(rows)
+        out.index_copy_(0, missing, values.float().to(self._device))  # waits: the rows may be freed then
 
     def _copy_near(self, sources: Tensor, out: Tensor) -> None:
         pinned, take = self._pinned, gather_kernels.take_rows
@@ -158,13 +160,6 @@ def pinned_rows(
         bases[part_id] = count
         count += len(_table(store, part_id, of).attrs[name])
     return PinnedRows(table, scales, torch.tensor(bases, dtype=torch.int64, device=device))
-
-
-def _as_float32(rows: Array, spec: AttrSpec) -> Tensor:
-    """Convert gathered rows in the stored dtype to a float32 tensor, which may share their memory."""
-    if spec.dtype == "bfloat16":
-        return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16).float()
-    return torch.from_numpy(rows).float()
 
 
 def _table(store: PartStore, part_id: int, of: AnyType) -> NodePart | EdgePart:

@@ -100,11 +100,12 @@ class DeviceHops:
         hop.values = torch.empty(len(hop.slots), dtype=torch.float64, device=self._device)
         hop.found = torch.empty(len(nodes), dtype=torch.int64, device=self._device)
         bounds: Any = self._no_ids if request.bound is None else request.bound.times
+        weights = None if request.weight is None else hop.edges.weights
         neighbor_kernels.collect(
             len(nodes), hop.edges.indptr.argument, hop.edges.indices.argument, nodes, request.fanout, request.shuffle,
             request.replace, request.bound is not None and request.bound.last, request.weight is not None, request.top,
-            self._times(hop), bounds, excluded, begin, end, self._weights(hop), self._no_bits, hop.work,
-            hop.work_begin, hop.slots, hop.values, hop.found, hop.counts,
+            self._times(hop), bounds, excluded, begin, end, self._no_values if weights is None else weights.argument,
+            self._no_bits, hop.work, hop.work_begin, hop.slots, hop.values, hop.found, hop.counts,
         )  # fmt: skip
 
     def _drawn(self, hop: _Hop, begins: Tensor, total: int) -> HopSample:
@@ -141,10 +142,6 @@ class DeviceHops:
 
     def _times(self, hop: _Hop) -> Any:
         return self._no_ids if hop.request.bound is None or hop.edges.times is None else hop.edges.times.argument
-
-    def _weights(self, hop: _Hop) -> Any:
-        unweighted = hop.request.weight is None or hop.edges.weights is None
-        return self._no_values if unweighted or hop.edges.weights is None else hop.edges.weights.argument
 
     def _excluded(self, request: HopRequest) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sources of the excluded edges, sorted by target, then by source, and two tensors [n].

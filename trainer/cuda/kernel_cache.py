@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
-from types import CellType
 from typing import Any
 
 from trainer.core.compiled import KernelFiles, usable_folder
@@ -60,10 +59,6 @@ class KernelCache:
 
 def variant(function: Callable[..., None]) -> tuple[str, ...]:
     """Return texts that tell kernels apart that are made of one function with different values in its closure."""
-    return tuple(_text(cell) for cell in function.__closure__ or ())
-
-
-def _text(cell: CellType) -> str:
-    value = cell.cell_contents
-    known = getattr(value, "py_func", value)  # of a device function
-    return f"{known.__module__}.{known.__qualname__}" if callable(known) else repr(known)
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    known = [getattr(value, "py_func", value) for value in values]  # of a device function
+    return tuple(f"{one.__module__}.{one.__qualname__}" if callable(one) else repr(one) for one in known)

@@ -52,8 +52,12 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
                     f"{name}: edge type {of} ends at {end!r}, which has no nodes; set data[{end!r}].num_nodes"
                 )
     graph_attrs = _graph_attrs(data._global_store if hetero else data._store, hetero)
-    times = tuple(attr for attr in time_attrs if _is_time(attr, nodes))
-    return Dataset(name, nodes, edges, "in memory", hetero, graph_attrs, times)
+    times = []
+    for attr in time_attrs:
+        found = [data.attrs[attr] for data in nodes.values() if attr in data.attrs and attr not in data.bfloat16]
+        if found and all(values.ndim == 1 and values.dtype.kind in "iu" for values in found):
+            times.append(attr)
+    return Dataset(name, nodes, edges, "in memory", hetero, graph_attrs, tuple(times))
 
 
 def shared_array(tensor: torch.Tensor) -> Array:
@@ -76,7 +80,13 @@ def _node_data(store: Any, name: str) -> NodeData:
     _sort_attrs(store, num_nodes)
     _warn_of_masks(store, num_nodes, name)
     attrs, bfloat16 = _arrays({key: value for key, value in store.items() if _by_row(key, value, store, edges=False)})
-    return NodeData(num_nodes, attrs, _splits(attrs, num_nodes), _num_classes(attrs, bfloat16), bfloat16)
+    masks = {key: mask for key, mask in attrs.items() if key.endswith("_mask") and mask.dtype.kind == "b"}
+    full = {key.removesuffix("_mask"): mask for key, mask in masks.items() if mask.shape == (num_nodes,)}
+    splits = {key: mask.nonzero()[0] for key, mask in full.items()}
+    y, num_classes = None if "y" in bfloat16 else attrs.get("y"), 0
+    if y is not None and y.ndim == 1 and y.dtype.kind in "iu" and len(y) and int(y.min()) >= -1:
+        num_classes = int(y.max()) + 1
+    return NodeData(num_nodes, attrs, splits, num_classes, bfloat16)
 
 
 def _edge_index(store: Any, name: str) -> Array:
@@ -159,18 +169,6 @@ def _arrays(tensors: Mapping[str, torch.Tensor]) -> _Arrays:
     return arrays, frozenset(key for key in arrays if str(tensors[key].dtype) == "torch.bfloat16")
 
 
-def _splits(attrs: Mapping[str, Array], num_nodes: int) -> dict[str, Ids]:
-    masks = {key: mask for key, mask in attrs.items() if key.endswith("_mask") and mask.dtype.kind == "b"}
-    return {key.removesuffix("_mask"): mask.nonzero()[0] for key, mask in masks.items() if mask.shape == (num_nodes,)}
-
-
-def _num_classes(attrs: Mapping[str, Array], bfloat16: frozenset[str]) -> int:
-    y = attrs.get("y")
-    if y is None or "y" in bfloat16 or y.ndim != 1 or y.dtype.kind not in "iu" or not len(y) or int(y.min()) < -1:
-        return 0
-    return int(y.max()) + 1
-
-
 def _graph_attrs(store: Any, hetero: bool) -> dict[str, Array]:
     own = {
         key: value
@@ -179,8 +177,3 @@ def _graph_attrs(store: Any, hetero: bool) -> dict[str, Array]:
         and (hetero or not (_by_row(key, value, store, edges=False) or _by_row(key, value, store, edges=True)))
     }  # fmt: skip
     return _arrays(own)[0]
-
-
-def _is_time(name: str, nodes: Mapping[NodeType, NodeData]) -> bool:
-    found = [data.attrs[name] for data in nodes.values() if name in data.attrs and name not in data.bfloat16]
-    return bool(found) and all(values.ndim == 1 and values.dtype.kind in "iu" for values in found)

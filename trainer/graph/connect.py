@@ -92,7 +92,11 @@ def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadl
     if not found:
         raise ServiceError(_connect_error(endpoints, problems))
     met = {info.node_rank for _, info in found}
-    places = [_address_of(endpoint, info) for endpoint, info in found]
+    places = []
+    for endpoint, info in found:
+        listed = [place.name for place in info.servers if place.node_rank == info.node_rank]
+        name = listed[0] if listed else f"node{info.node_rank} ({info.host})"
+        places.append(ServerAddress(name, info.node_rank, info.host, endpoint, info.part_ids))
     return places + [place for place in found[0][1].servers if place.node_rank not in met]
 
 
@@ -120,9 +124,3 @@ def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
     if len(problems) > 1 and len(kinds) == 1:
         return f"{problems[0]} Same error at {', '.join(endpoints[1:])}"
     return "\n".join(problems)
-
-
-def _address_of(endpoint: str, info: HelloInfo) -> ServerAddress:
-    listed = [place for place in info.servers if place.node_rank == info.node_rank]
-    name = listed[0].name if listed else f"node{info.node_rank} ({info.host})"
-    return ServerAddress(name, info.node_rank, info.host, endpoint, info.part_ids)

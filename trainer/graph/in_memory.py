@@ -40,7 +40,12 @@ def _dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | No
     if not hetero:
         row, col = {HOMO_EDGE: row}, {HOMO_EDGE: col}
     edge_index = {of: np.stack([shared_array(row[of]), shared_array(col[of])]) for of in row}
-    counts = _counts(feature_store, graph_store, edge_index) if hetero else {HOMO_NODE: _count(edge_attrs, edge_index)}
+    if hetero:
+        counts = _counts(feature_store, graph_store, edge_index)
+    elif (size := edge_attrs[0].size) is None or None in size:
+        raise DataError("the graph store does not know the number of nodes; pass size= with its edges")
+    else:
+        counts = {HOMO_NODE: int(max(size))}
     times = _times(feature_store, time_attr, hetero) if time_attr is not None else {}
     return Dataset(
         name="stores",
@@ -60,13 +65,6 @@ def _counts(feature_store: Any, graph_store: Any, edges: Iterable[EdgeType]) -> 
         return {of: int(remote_backend_utils.num_nodes(feature_store, graph_store, of)) for of in types}
     except ValueError as error:
         raise DataError(f"the number of nodes cannot be read from the stores: {error}") from None
-
-
-def _count(edge_attrs: list[Any], edge_index: dict[EdgeType, Array]) -> int:
-    size = edge_attrs[0].size
-    if size is None or None in size:
-        raise DataError("the graph store does not know the number of nodes; pass size= with its edges")
-    return int(max(size))
 
 
 def _times(feature_store: Any, time_attr: str, hetero: bool) -> dict[AnyType, Array]:
@@ -103,7 +101,8 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
     if isinstance(data, (Data, HeteroData)):
         times = () if time_attr is None else (time_attr,)
         return graph_of(dataset_of(data, type(data).__name__, times), data)
-    if _is_stores(data):
+    pair = data if isinstance(data, (tuple, list)) and len(data) == 2 else (None, None)
+    if isinstance(pair[0], FeatureStore) and isinstance(pair[1], GraphStore):
         _check_whole(data)
         if weight_attr is not None:
             raise SettingsError(
@@ -116,11 +115,6 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
         "data: expected an opened graph (gnnfleet.open), Data, HeteroData or (feature_store, graph_store),"
         f" not {type(data).__name__}{hint}"
     )
-
-
-def _is_stores(data: Any) -> bool:
-    pair = isinstance(data, (tuple, list)) and len(data) == 2
-    return pair and isinstance(data[0], FeatureStore) and isinstance(data[1], GraphStore)
 
 
 def _check_whole(stores: Any) -> None:
@@ -136,19 +130,17 @@ def _check_whole(stores: Any) -> None:
 def graph_of(dataset: Dataset, source: Any = None) -> Graph:
     """Open a dataset in memory as a graph of one part. Raises ``DataError`` for an edge with an invalid node id."""
     labels = {of: relabel(np.zeros(data.num_nodes, np.int32), 1) for of, data in dataset.nodes.items()}
-    nodes = {of: NodePart(0, labels[of].orig_id, _node_attrs(dataset, data)) for of, data in dataset.nodes.items()}
+    nodes = {}
+    for of, data in dataset.nodes.items():
+        # Times must be contiguous to gather rows from them.
+        times = {name: np.ascontiguousarray(data.attrs[name]) for name in dataset.time_attrs if name in data.attrs}
+        nodes[of] = NodePart(0, labels[of].orig_id, {**data.attrs, **times})
     edges = {of: _edge_part(dataset, of, data, labels) for of, data in dataset.edges.items()}
     splits = {(of, name): ids for of, data in dataset.nodes.items() for name, ids in data.splits.items()}
     part = Part(0, nodes, edges)
     store = PartStore(Path(f"{dataset.name} in memory"), _manifest(dataset, edges), {0: part}, {}, splits,
                       dataset.graph_attrs)  # fmt: skip
     return Graph(store, DistGraph(LocalGraph(store), {}), ranks=this_process(), source=source)
-
-
-def _node_attrs(dataset: Dataset, data: NodeData) -> dict[str, Array]:
-    times = {name: np.ascontiguousarray(data.attrs[name]) for name in dataset.time_attrs if name in data.attrs}
-    # Times must be contiguous to gather rows from them.
-    return {**data.attrs, **times}
 
 
 def _edge_part(dataset: Dataset, of: EdgeType, data: EdgeData, labels: Mapping[NodeType, Relabelling]) -> EdgePart:

@@ -34,7 +34,10 @@ def write_pair_scores(out: Path, graph: Graph, links: Sequence[LinkEmbeddings], 
     that names the row of an unknown id.
     """
     group, several = links[0].group, len(links) > 1
-    numbers = _numbers(links)
+    relations = [each.edge_type[1] for each in links]
+    # an edge type may be given by its relation if no other has the same
+    numbers = {name: k for k, name in enumerate(relations) if relations.count(name) == 1}
+    numbers |= {type_name(each.edge_type): k for k, each in enumerate(links)}
     names: list[list[str]] = []
     found: list[Ids] = []
 
@@ -75,13 +78,6 @@ def write_pair_scores(out: Path, graph: Graph, links: Sequence[LinkEmbeddings], 
         roles = ("source", "target", *(["edge_type"] if several else []))
         columns = [*(TableColumn(role, "VARCHAR") for role in roles), TableColumn("score", "DOUBLE")]
         write_table(out / "pairs", columns, _blocks(names, scores), parquet)
-
-
-def _numbers(links: Sequence[LinkEmbeddings]) -> dict[str, int]:
-    """Return the number of each edge type by its name, and by its relation if no other has the same."""
-    relations = [each.edge_type[1] for each in links]
-    short = {name: k for k, name in enumerate(relations) if relations.count(name) == 1}
-    return {**short, **{type_name(each.edge_type): k for k, each in enumerate(links)}}
 
 
 def _raise(path: Path, role: str, texts: Sequence[str], wrong: Ids, what: str) -> None:

@@ -302,20 +302,14 @@ def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
 
 def places_of(wanted: Array, ids: Array) -> Array | slice | None:
     """Return the positions of ``wanted`` in ``ids``, a full slice if both are equal, or None if an id is missing."""
-    if _same_memory(wanted, ids) or np.array_equal(wanted, ids):
+    memory, other = ((each.ctypes.data, each.shape, each.strides, each.dtype) for each in (wanted, ids))
+    if memory == other or np.array_equal(wanted, ids):
         return slice(None)
     if len(ids) == 0:
         return None if len(wanted) else slice(0)
     order = np.argsort(ids, kind="stable")
     at = order[np.minimum(np.searchsorted(ids, wanted, sorter=order), len(ids) - 1)]
     return at if np.array_equal(ids[at], wanted) else None
-
-
-def _same_memory(one: Array, other: Array) -> bool:
-    def where(ids: Array) -> Any:
-        return ids.ctypes.data, ids.shape, ids.strides, ids.dtype
-
-    return bool(where(one) == where(other))
 
 
 def _take(rows: Columns, at: Array | slice) -> Columns:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from trainer.core.arrays import Array, Ids
@@ -72,7 +70,8 @@ def row_times(graph: Graph, of: NodeType, time_attr: str | None) -> Ids | None:
     if name not in spec.attrs:
         raise SettingsError(f"time_attr: the rows of {of} have no time; give its table the key time, or leave it out")
     times = np.empty(spec.num_nodes, np.int64)
-    for ids in _pieces(spec.num_nodes):
+    for first in range(0, spec.num_nodes, EDGES_AT_ONCE):
+        ids = np.arange(first, min(first + EDGES_AT_ONCE, spec.num_nodes))
         (rows,) = graph.access.gather([RowRequest(of, ids, ("orig_id", name))])
         times[rows["orig_id"]] = rows[name]
     return times
@@ -87,8 +86,3 @@ def entities_of(graph: Graph, about: EdgeType) -> Ids:
     for _, entities, rows in edges_in_order(StoredEndpoints(graph, about)):
         found[rows] = entities
     return found
-
-
-def _pieces(count: int) -> Iterator[Ids]:
-    for first in range(0, count, EDGES_AT_ONCE):
-        yield np.arange(first, min(first + EDGES_AT_ONCE, count))

@@ -102,18 +102,16 @@ class DistZipLoader(RankLoader):
         return item.share(self.part_of(item.positions), self.rank, self.layout)
 
     def work(self, share: SeedShare) -> Any:
-        return [loader.work(_with_own_key(share, number)) for number, loader in enumerate(self.loaders)]
+        made = []
+        for number, loader in enumerate(self.loaders):
+            own = int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))) if number else share.key
+            made.append(loader.work(replace(share, key=own)))
+        return made
 
     def finish(self, made: Any) -> Any:
         batches = tuple(loader.finish(batch) for loader, batch in zip(self.loaders, made, strict=True))
         pinned = self.options.pin_memory and torch.cuda.is_available()
         return tuple(batch.pin_memory() for batch in batches) if pinned else batches
-
-
-def _with_own_key(share: SeedShare, number: int) -> SeedShare:
-    if number == 0:
-        return share
-    return replace(share, key=int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))))
 
 
 def _checked(loaders: list[PyGLoader]) -> PyGLoader:

@@ -314,11 +314,13 @@ def by_degrees(model: nn.Module, verb: str) -> list[str]:
     found = []
     for layer in model.modules():
         name = type(layer).__name__
+        by_batch = isinstance(layer, pyg.InstanceNorm) and not layer.track_running_stats
+        by_graph = isinstance(layer, pyg.LayerNorm) and layer.mode == "graph"
         if isinstance(layer, FURTHER) or (isinstance(layer, pyg.AntiSymmetricConv) and layer.num_iters > 1):
             why = "further hops, or other edges than the node's in-edges"
         elif getattr(layer, "flow", "source_to_target") != "source_to_target":
             why, name = "the node's out-edges, which are not sampled", f"{name} with flow={layer.flow!r}"
-        elif _reads_all_nodes(layer):
+        elif by_batch or by_graph or isinstance(layer, ALL_NODES):
             why = "the rows of all nodes that it is given"
         else:
             symmetric = isinstance(layer, pyg.EGConv) and "symnorm" in layer.aggregators
@@ -327,11 +329,6 @@ def by_degrees(model: nn.Module, verb: str) -> list[str]:
             continue
         raise SettingsError(f"{name} cannot be {verb}: its result for a node depends on {why}; use the whole graph")
     return found
-
-
-def _reads_all_nodes(layer: nn.Module) -> bool:
-    by_batch = isinstance(layer, pyg.InstanceNorm) and not layer.track_running_stats
-    return by_batch or isinstance(layer, ALL_NODES) or (isinstance(layer, pyg.LayerNorm) and layer.mode == "graph")
 
 
 def _with_trim(model: nn.Module) -> nn.Module:

@@ -78,18 +78,16 @@ class _Blocks(nn.Module):
         """Return rows, edges and edge values of layer ``number``. ``value``: edge values of another layer, or None."""
         block = blocks[number]
         index = block if self.plain[number] else edge_index_of(block)
-        return _layer_rows(self.pairs[number], block, x), index, None if value is None else _like(block, value)
+        attr = None if value is None else block.edge_attr
+        if attr is not None and value.dim() == 1:
+            attr = attr.flatten()
+        return _layer_rows(self.pairs[number], block, x), index, attr
 
 
 def _layer_rows(pairs: bool, block: Block, x: Tensor) -> Any:
     """Return the input of a layer: rows of sources and of targets, or of all if the convolution takes one tensor."""
     x = x[: block.num_src]
     return (x, x[: block.num_dst]) if pairs else x
-
-
-def _like(block: Block, value: Tensor) -> Tensor | None:
-    attr = block.edge_attr
-    return attr.flatten() if attr is not None and value.dim() == 1 else attr
 
 
 def edge_index_of(block: Block) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from trainer.core.arrays import Ids
 from trainer.core.schema import NodeType, type_name
 from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
-from trainer.store.part_store import Part, PartStore, open_parts
+from trainer.store.part_store import Part, open_parts
 
 _EDGES_AT_ONCE = 1 << 20
 
@@ -78,7 +78,10 @@ def describe(folder: str | Path) -> Description:
     """Compute the sizes and quality of a partition. Raises ``PartitionError`` when a file is missing or damaged."""
     store = open_parts(folder)
     manifest = store.manifest
-    seeds = dict(_seeds(store))
+    seeds = {}
+    for (of, split), gids in store.splits.items():
+        name = f"{of}/{split}" if manifest.hetero else split
+        seeds[name] = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
     return Description(
         folder=str(folder),
         dataset=manifest.dataset,
@@ -106,13 +109,6 @@ def describe(folder: str | Path) -> Description:
         },
         parts=tuple(_part_figures(part, manifest, seeds) for part in store.parts.values()),
     )
-
-
-def _seeds(store: PartStore) -> Iterator[tuple[str, Ids]]:
-    manifest = store.manifest
-    for (of, split), gids in store.splits.items():
-        counts = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
-        yield f"{of}/{split}" if manifest.hetero else split, counts
 
 
 def _balance(spec: NodeSpec | EdgeSpec) -> float:

@@ -140,21 +140,17 @@ def _located(folder: Path) -> tuple[Path, ForeignFormat | None]:
 
     Returns the partition folder, and its format (None: gnnfleet's).
     """
-    places = [folder, *sorted(path for path in folder.glob("*-partitions") if path.is_dir())]
-    found = [(place, form) for place in places for form in (_format(place),) if form != ""]
+    found: list[tuple[Path, ForeignFormat | None]] = []
+    for place in (folder, *sorted(path for path in folder.glob("*-partitions") if path.is_dir())):
+        if (place / MANIFEST).is_file():
+            found.append((place, None))
+        elif forms := [form for form in _FORMATS if form.found(place)]:
+            found.append((place, forms[0]))
     if not found:
         raise DataError(f"{folder} is not a partition folder: {_EXPECTED}")
     if len(found) > 1 and found[0][0] != folder:
         raise DataError(f"{folder} holds several partitions: {', '.join(place.name for place, _ in found)}; choose one")
-    place, form = found[0]
-    return place, form if isinstance(form, ForeignFormat) else None
-
-
-def _format(folder: Path) -> ForeignFormat | str | None:
-    """Return the format of a folder: None for gnnfleet's own, '' if it is unknown."""
-    if (folder / MANIFEST).is_file():
-        return None
-    return next((form for form in _FORMATS if form.found(folder)), "")
+    return found[0]
 
 
 def _node_files(given: Any) -> dict[str, str]:

@@ -199,7 +199,13 @@ class Gateway(GraphAccess):
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
         if sum(len(request.ids) * self._row_bytes(request) for request in requests) <= _BYTES_AT_ONCE:
             return self._gather(requests)
-        return [self._gather_long(request) for request in requests]
+        found: list[Mapping[str, Array]] = []
+        for request in requests:
+            number = max(1, _BYTES_AT_ONCE // self._row_bytes(request))
+            starts = range(0, max(len(request.ids), 1), number)
+            pieces = [self._gather([replace(request, ids=request.ids[at : at + number])])[0] for at in starts]
+            found.append({name: np.concatenate([piece[name] for piece in pieces]) for name in request.attrs})
+        return found
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
         if edge_type not in self.manifest.edges:
@@ -304,12 +310,6 @@ class Gateway(GraphAccess):
         size = sum(len(request.ids) * self._width(request.of, name) for request in requests for name in request.attrs)
         self._meter.add(Cost(remote_bytes=size, rows=number, remote_rows=number))
         return answers
-
-    def _gather_long(self, request: RowRequest) -> Mapping[str, Array]:
-        number = max(1, _BYTES_AT_ONCE // self._row_bytes(request))
-        starts = range(0, max(len(request.ids), 1), number)
-        pieces = [self._gather([replace(request, ids=request.ids[at : at + number])])[0] for at in starts]
-        return {name: np.concatenate([piece[name] for piece in pieces]) for name in request.attrs}
 
     def _row_bytes(self, request: RowRequest) -> int:
         """Return the size in bytes of the id and the requested attributes of one node or edge.

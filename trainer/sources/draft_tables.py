@@ -373,7 +373,10 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
     named = [table for table in found if table.id is not None]
     if drafted := _draft_of_tasks(found, named):
         return drafted
-    ends = {table.file: _ends(table, [one for one in named if one is not table]) for table in found}
+    ends = {}
+    for table in found:
+        best = sorted(_scored(table, [one for one in named if one is not table]), key=lambda one: one[:2])[:2]
+        ends[table.file] = [(column, node) for _, _, column, node in sorted(best, key=lambda one: one[1])]
     referenced = {end.file for pair in ends.values() if len(pair) == 2 for _, end in pair}
     by_name = {
         node.file for table in found for unlike, _, _, node in _scored(table, named) if unlike and node is not table
@@ -861,11 +864,6 @@ def _why_no_id(table: _Found) -> str:
     return (
         f"{column.name} {value[:80]!r} is in {' and '.join(places)}{more}; an id must be in one row: remove the others"
     )
-
-
-def _ends(table: _Found, nodes: list[_Found]) -> list[tuple[_Column, _Found]]:
-    best = sorted(_scored(table, nodes), key=lambda one: one[:2])[:2]
-    return [(column, node) for _, _, column, node in sorted(best, key=lambda one: one[1])]
 
 
 def _scored(table: _Found, nodes: list[_Found]) -> list[tuple[int, int, _Column, _Found]]:

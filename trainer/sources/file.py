@@ -8,7 +8,7 @@ graph: ``<src>__<rel>__<dst>`` [2, E], ``<src>__<rel>__<dst>__<attr>`` and ``<ty
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -63,18 +63,17 @@ def read_files(source: str | None, options: SourceOptions) -> RawGraph:
         from trainer.sources.pyg import read_pt  # imports torch, which takes seconds and only .pt files need
 
         return read_pt(files[0])
-    arrays = by_name(_arrays([path for path in files if path.suffix != ".json"]))
+    arrays = by_name(
+        (name, RawArray(values, str(path) if path.suffix == ".npy" else f"{path} [{name}]"))
+        for path in files
+        if path.suffix != ".json"
+        for name, values in _read(path).items()
+    )
     name = Path(os.path.expanduser(str(source))).resolve().stem
     typed = any(name.count("__") == 2 for name in arrays) and "edge_index" not in arrays
     if options.hetero or (options.hetero is None and typed):
         return _typed(name, arrays, _counts([path for path in files if path.suffix == ".json"]))
     return RawGraph(name, arrays)
-
-
-def _arrays(files: list[Path]) -> Iterator[tuple[str, RawArray]]:
-    for path in files:
-        for name, values in _read(path).items():
-            yield name, RawArray(values, str(path) if path.suffix == ".npy" else f"{path} [{name}]")
 
 
 def _typed(name: str, arrays: RawArrays, counts: Mapping[NodeType, int]) -> RawGraph:

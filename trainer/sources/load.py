@@ -73,9 +73,12 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     Raises ``DataError`` for unknown or invalid options and for missing files.
     """
     parsed = _options(name, options)
-    files = [
-        (_place(path, source), path.stat().st_size, path.stat().st_mtime_ns) for path in _files(source, parsed, name)
-    ]
+    found: list[Path] = []
+    if isinstance(parsed, TablesOptions):
+        found = all_files(parsed, source)
+    elif name == "file" and isinstance(parsed, SourceOptions):
+        found = source_files(source, parsed)
+    files = [(_place(path, source), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
     record = asdict(parsed)
     if record.get("subset") is None:  # parts made before this option existed stay valid
         record.pop("subset", None)
@@ -93,12 +96,6 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
         record |= {"edges": edges}
     text = json.dumps([_GENERATION, name, record, files], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _files(source: str | None, options: Options, name: str) -> list[Path]:
-    if isinstance(options, TablesOptions):
-        return all_files(options, source)
-    return source_files(source, options) if name == "file" and isinstance(options, SourceOptions) else []
 
 
 def _options(name: str, options: Mapping[str, Any] | None) -> Options:

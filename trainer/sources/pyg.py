@@ -212,10 +212,6 @@ def _pyg_dataset(name: str, source: str | None) -> Any:
     return kind(**{key: value for key, value in given.items() if key in parameters})
 
 
-def _refuse_script(*_: Any, **__: Any) -> None:
-    raise UnsafePickle("Unsupported: a TorchScript archive")
-
-
 @contextlib.contextmanager
 def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
     """In the ``with`` block, run the reader of another package: let it unpickle nothing that could run code.
@@ -224,8 +220,9 @@ def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
     """
     import torch
 
+    refused = UnsafePickle("Unsupported: a TorchScript archive")
     try:
-        with only_harmless_pickles(), mock.patch.object(torch.jit, "load", _refuse_script):
+        with only_harmless_pickles(), mock.patch.object(torch.jit, "load", side_effect=refused):
             yield
     except DataError:
         raise

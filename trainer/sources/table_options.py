@@ -149,7 +149,11 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
         edge_type = _edge_type(name, tuple(nodes))
         edges[edge_type] = _table(EdgeTable, f"edges.{name}", given, shared)
     given_tasks = {} if options.get("tasks") is None else _mapping("tasks", options["tasks"])
-    tasks = {of: _table(TaskTable, f"tasks.{of}", _aliased(given), shared) for of, given in given_tasks.items()}
+    tasks = {}
+    for of, given in given_tasks.items():
+        if isinstance(given, Mapping) and "table" in given and "files" not in given:  # another word for its files
+            given = {"files" if name == "table" else name: value for name, value in given.items()}
+        tasks[of] = _table(TaskTable, f"tasks.{of}", given, shared)
     for of, table in tasks.items():
         check_word(of, "dataset tables, option tasks")
         if of in nodes:
@@ -166,13 +170,6 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
     common = _with_given_split(common, edges)
     inherited = {each.name: getattr(common, each.name) for each in fields(common)}
     return TablesOptions(**inherited, nodes=nodes, edges=edges, tasks=tasks)
-
-
-def _aliased(given: Any) -> Any:
-    """Return the options of a task table, whose files may be called ``table``."""
-    if not isinstance(given, Mapping) or "table" not in given or "files" in given:
-        return given
-    return {"files" if name == "table" else name: value for name, value in given.items()}
 
 
 def _with_given_split(common: SourceOptions, edges: Mapping[EdgeType, EdgeTable]) -> SourceOptions:
@@ -312,12 +309,6 @@ def _number(where: str, value: Any) -> float:
     return float(value)
 
 
-def _delimiter(where: str, value: Any) -> str:
-    if not isinstance(value, str) or len(value) != 1 or value in '"\r\n':
-        raise DataError(f'dataset tables: {where} must be one character, such as ";" or "\\t", not {value!r}')
-    return value
-
-
 def _encoding(where: str, value: Any) -> str:
     try:
         "".encode(value)
@@ -368,16 +359,15 @@ def _moment(where: str, value: Any) -> float:
     return math.floor((moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp())
 
 
-def _flag(where: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise DataError(f"dataset tables: {where} must be true or false, not {value!r}")
-    return value
+def _any(is_valid: Callable[[Any], bool], what: str) -> Callable[[str, Any], Any]:
+    """Return the parser of a value that stays as it is if ``is_valid``."""
 
+    def parse(where: str, value: Any) -> Any:
+        if not is_valid(value):
+            raise DataError(f"dataset tables: {where} must be {what}, not {value!r}")
+        return value
 
-def _dangling(where: str, value: Any) -> str:
-    if value not in get_args(Dangling):
-        raise DataError(f"dataset tables: {where} must be error or drop, not {value!r}")
-    return str(value)
+    return parse
 
 
 #: name or type of a key -> its parser
@@ -385,9 +375,12 @@ _PARSERS: dict[str, Callable[[str, Any], Any]] = {
     "tuple[str, ...]": _columns,
     "float | None": _number,
     "str | Mapping[str, float] | None": _split,
-    "Dangling": _dangling,
-    "bool": _flag,
-    "delimiter": _delimiter,
+    "Dangling": _any(lambda value: value in get_args(Dangling), "error or drop"),
+    "bool": _any(lambda value: isinstance(value, bool), "true or false"),
+    "delimiter": _any(
+        lambda value: isinstance(value, str) and len(value) == 1 and value not in '"\r\n',
+        'one character, such as ";" or "\\t"',
+    ),
     "encoding": _encoding,
     "null_values": _null_values,
     "columns": _names,

@@ -48,7 +48,10 @@ class NpyWriter:
         self._target, self._digest, self._size = root / path, hashlib.sha256(), 0
         self._target.parent.mkdir(parents=True, exist_ok=True)
         self._target.unlink(missing_ok=True)
-        self._write(_header(self.dtype, shape))
+        header = io.BytesIO()
+        described = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(header, described)
+        self._write(header.getvalue())
         self._whole = self._size + self.dtype.itemsize * int(np.prod(shape, dtype=np.int64))
 
     def append(self, rows: Array) -> None:
@@ -88,10 +91,3 @@ def rows_per_chunk(rows: Array) -> int:
     """Return how many rows of the array ``rows`` fit into ``_CHUNK_BYTES`` bytes, at least 1."""
     row_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:], dtype=np.int64))
     return max(1, _CHUNK_BYTES // max(row_bytes, 1))
-
-
-def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    buffer = io.BytesIO()
-    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(buffer, description)
-    return buffer.getvalue()

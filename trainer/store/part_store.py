@@ -266,6 +266,10 @@ class PartOpener:
         sources, targets = self.manifest.nodes[of[0]], self.manifest.nodes[of[2]]
         count, files = _count(spec.offsets, part_id), self.files
         times = {name: files.array(f"{top}/src_times/{name}", np.dtype(np.int64), (count,)) for name in spec.src_times}
+        endpoints = None
+        if not light:
+            shape = (_count(endpoint_offsets(spec.num_edges, self.manifest.num_parts), part_id), 2)
+            endpoints = files.id_rows(f"{top}/endpoints", shape, [sources.num_nodes, targets.num_nodes])
         return EdgePart(
             start=spec.offsets[part_id],
             indptr=files.offsets(f"{top}/indptr", _count(targets.offsets, part_id), count),
@@ -274,13 +278,8 @@ class PartOpener:
             attrs=self._attrs(top, spec.attrs, count, light),
             src_times=times,
             scales=self._scales(top, spec.attrs, count, light),
-            endpoints=self._endpoints(of, part_id) if not light else None,
+            endpoints=endpoints,
         )
-
-    def _endpoints(self, of: EdgeType, part_id: int) -> Array:
-        spec, sizes = self.manifest.edges[of], [self.manifest.nodes[end].num_nodes for end in (of[0], of[2])]
-        count = _count(endpoint_offsets(spec.num_edges, self.manifest.num_parts), part_id)
-        return self.files.id_rows(f"part{part_id}/edges/{type_name(of)}/endpoints", (count, 2), sizes)
 
     def _attrs(self, top: str, specs: Mapping[str, AttrSpec], count: int, light: bool) -> dict[str, Array]:
         return {

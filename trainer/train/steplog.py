@@ -81,7 +81,9 @@ class StepLog:
         self._metric, self._better = metric, better
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward),
+            model.register_forward_hook(
+                lambda model, *_: self._timer.enter(Phase.BACKWARD) if model.training else None
+            ),
             optimizer.register_step_post_hook(lambda *_: self._timer.enter(Phase.OTHER)),
         ]
         self._epoch: int | None = None
@@ -221,10 +223,6 @@ class StepLog:
                 cost = self._cost - before
             self._timer.loaded(waited, cost)
             self._waiting_since = None
-
-    def _after_forward(self, model: nn.Module, *_: Any) -> None:
-        if model.training:
-            self._timer.enter(Phase.BACKWARD)
 
     def close(self) -> None:
         """Remove the hooks, close the log and finish the last checkpoint. Not needed at the end of the process."""

@@ -70,8 +70,7 @@ class _Graph:
         edges = {of: self._edge_arrays(name, of) for name, of in edge_types.items()}
         nodes = {of: self._attrs("node_data", of, NODE_NAMES, count) for of, count in self.counts.items()}
         raw = RawGraph(str(self.meta.get("graph_name", self.folder.name)), {}, nodes, edges, self.counts, hetero=True)
-        assigned = _assignment_folder(self.folder)
-        num_parts = 0 if assigned is None else _read_num_parts(assigned)
+        assigned, num_parts = _assignment_folder(self.folder), _count(self.folder)
         parts = {} if assigned is None else {of: self._parts(assigned, of, num_parts) for of in self.counts}
         graph = ForeignGraph(raw, parts, num_parts)
         return _homogeneous(graph) if list(self.counts) == ["_N"] and len(edges) == 1 else graph

@@ -137,10 +137,7 @@ def _read(file: ExtraFile) -> dict[str, RawArray] | str:
         for of, value in typed.items():
             array = value if isinstance(value, RawArray) else tensor_array(value, str(path))
             pieces.setdefault(str(of), []).append(array)
-    return {of: _joined(arrays) for of, arrays in pieces.items()}
-
-
-def _joined(arrays: list[RawArray]) -> RawArray:
-    if len(arrays) == 1:
-        return arrays[0]
-    return replace(arrays[0], values=np.concatenate([array.values for array in arrays]))
+    return {
+        of: arrays[0] if len(arrays) == 1 else replace(arrays[0], values=np.concatenate([one.values for one in arrays]))
+        for of, arrays in pieces.items()
+    }

@@ -69,16 +69,14 @@ class _Partition:
     def graph(self) -> ForeignGraph:
         node_types = list(self.meta["node_types"]) if self.hetero else [HOMO_NODE]
         edge_types = [tuple(of) for of in self.meta["edge_types"]] if self.hetero else [HOMO_EDGE]
-        books = {of: load_array(self._book("node_pb", of)) for of in node_types}
+        book = "node_pb/{}.pt" if self.hetero else "node_pb.pt"
+        books = {of: load_array(self.folder / book.format(of)) for of in node_types}
         counts = {of: book.rows for of, book in books.items()}
         parts = {of: part_numbers(b.values, b.rows, self.num_parts, b.place) for of, b in books.items()}
         nodes = {of: self._features("node_feat", _NODE_FEATURES, of, counts[of]) for of in node_types}
         edges = {of: self._edge_arrays(of) for of in edge_types}
         raw = RawGraph(graph_name(self.folder), {}, nodes, edges, counts, hetero=self.hetero)
         return ForeignGraph(raw, parts, self.num_parts)
-
-    def _book(self, name: str, of: NodeType | EdgeType) -> Path:
-        return self.folder / name / f"{type_name(of)}.pt" if self.hetero else self.folder / f"{name}.pt"
 
     def _typed(self, folder: Path, of: NodeType | EdgeType) -> Path:
         return folder / type_name(of) if self.hetero else folder

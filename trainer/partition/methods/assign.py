@@ -62,8 +62,11 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
     options = {name: default if given.get(name) is None else given[name] for name, default in _DEFAULTS[method].items()}
     if "balance" in options and options["balance"] not in BALANCES:
         raise PartitionError(f"unknown balance {options['balance']!r}; choose one of {', '.join(BALANCES)}")
-    if "fanouts" in options:
-        options["fanouts"] = _plain_fanouts(options["fanouts"])
+    if isinstance(fanouts := options.get("fanouts"), Mapping):
+        named = {of if isinstance(of, str) else type_name(of): hops for of, hops in fanouts.items()}
+        options["fanouts"] = {name: _plain_hops(hops) for name, hops in sorted(named.items())}
+    elif "fanouts" in options:
+        options["fanouts"] = _plain_hops(fanouts)
     return options
 
 
@@ -76,13 +79,6 @@ def fanouts_of(plain: Any) -> Fanouts:
     if not isinstance(plain, Mapping):
         return tuple(plain)
     return {_edge_type(name): tuple(hops) for name, hops in plain.items()}
-
-
-def _plain_fanouts(fanouts: Any) -> Any:
-    if isinstance(fanouts, Mapping):
-        named = {of if isinstance(of, str) else type_name(of): hops for of, hops in fanouts.items()}
-        return {name: _plain_hops(hops) for name, hops in sorted(named.items())}
-    return _plain_hops(fanouts)
 
 
 def _plain_hops(hops: Any) -> list[int]:

@@ -114,7 +114,7 @@ def _epoch(case: Case, folder: Path, num_parts: int, held: int | None, size: str
         prediction = fill_cache(graph.access, graph.store, plan, "host 0", limit, Path(scratch), group)
     seconds = time.process_time() - began
     assert prediction is not None
-    cost = Cost.total(loader.sample(share).cost for share in loader.shares(1))
+    cost = Cost.total(loader.load(share).cost for share in loader.shares(1))
     return cost, prediction.remote_bytes, seconds
 
 

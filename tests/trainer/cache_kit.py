@@ -102,4 +102,4 @@ def loader_of(graph: Graph, rank: int, fanouts: Any, batch: int, **options: Any)
 
 def received(loader: BatchLoader, epoch: int = 1) -> Cost:
     """Return the total ``Cost`` of the batches of an epoch."""
-    return Cost.total(loader.sample(share).cost for share in loader.shares(epoch))
+    return Cost.total(loader.load(share).cost for share in loader.shares(epoch))

@@ -6,25 +6,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 _INTERVAL = 10.0  #: seconds between two lines
 
 _reporter: ContextVar[_Reporter | None] = ContextVar("reporter", default=None)
 
 
+@dataclass
 class _Reporter:
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.loop, self.begun, self.said = say, "", 0.0, 0.0
-
-    def tell(self, loop: str, done: int, total: int) -> None:
-        now = time.monotonic()
-        if loop != self.loop or done <= 0:
-            self.loop, self.begun, self.said = loop, now, now
-        if now - self.said < _INTERVAL or not 0 < done < total:
-            return
-        self.said = now
-        left = (now - self.begun) * (total - done) / done
-        self.say(f"        {loop}: {done / total:.0%}, about {left:.0f} s left")
+    say: Callable[[str], None]
+    loop: str = ""
+    begun: float = 0.0  #: when the loop began
+    said: float = 0.0  #: when its last line was said
 
 
 @contextmanager
@@ -39,5 +33,12 @@ def reporting(say: Callable[[str], None]) -> Iterator[None]:
 
 def progress(loop: str, done: int, total: int) -> None:
     """Report that ``done`` of ``total`` iterations of a loop are done. Call it with ``done`` = 0 at the start."""
-    if (reporter := _reporter.get()) is not None:
-        reporter.tell(loop, done, total)
+    if (at := _reporter.get()) is None:
+        return
+    now = time.monotonic()
+    if loop != at.loop or done <= 0:
+        at.loop, at.begun, at.said = loop, now, now
+    if now - at.said >= _INTERVAL and 0 < done < total:
+        at.said = now
+        left = (now - at.begun) * (total - done) / done
+        at.say(f"        {loop}: {done / total:.0%}, about {left:.0f} s left")

@@ -181,10 +181,6 @@ class BlockLoader(ABC):
         ages = {of: seed_times[sampled.subgraph.nodes[of].tree] - sampled.rows[of][attr] for of in timed}
         return replace(batch, age={of: torch.from_numpy(each.astype(np.float32)) for of, each in ages.items()})
 
-    def sample(self, share: SeedShare) -> SampledBatch:
-        """Return the subgraph and the attributes for this rank's seeds of one step."""
-        return self.make(self._seed_set(share), share.key)
-
     def make(self, seeds: SeedSet, key: int) -> SampledBatch:
         """Return the subgraph and the attributes of ``seeds``: tensors if sampled on a device, else numpy arrays."""
         return (self._device_sampler or self.sampler).sample(seeds, key)

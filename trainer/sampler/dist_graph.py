@@ -84,9 +84,9 @@ class DistGraph(GraphAccess):
                 raise PartitionError(f"no {of!r} with id {wrong}; ids go from 0 to {self.books[of].size - 1}")
             for host, positions in groups.items():
                 places[host][number] = positions
-        shares = {host: _Share(at, request.share(split, host, at)) for host, at in places.items()}
-        in_flight = self._send(shares)
-        answers = [(shares[HERE].places, shares[HERE].request.answer(self.local))] if HERE in shares else []
+        own = places.pop(HERE, None)
+        in_flight = self._send(request, split, places)
+        answers = [(own, request.share(split, HERE, own).answer(self.local))] if own else []
         return request.merge([*answers, *((share.places, answer) for share, answer in self._receive(in_flight))])
 
     def gather(self, requests: Sequence[RowRequest]) -> list[Mapping[str, Array]]:
@@ -95,16 +95,12 @@ class DistGraph(GraphAccess):
         columns = [self.local.new_rows(request) for request in requests]
         pieces = self._pieces(requests, columns, self._cache, self._held)
         split = RequestSplit(self._by_host)
-        asked: dict[int, dict[int, RowRequest]] = defaultdict(dict)
+        places: dict[int, dict[int, Array]] = defaultdict(dict)
         for number, piece in enumerate(pieces):
             for host, at in piece.asked.items():
-                asked[host][number] = RowRequest(piece.columns[0], split.cut(piece.ids, at), piece.columns[1])
-        in_flight = self._send(
-            {
-                host: _Share({number: pieces[number].asked[host] for number in rows}, Gather([*rows.values()]))
-                for host, rows in asked.items()
-            }
-        )
+                places[host][number] = at
+        whole = Gather([RowRequest(piece.columns[0], piece.ids, piece.columns[1]) for piece in pieces])
+        in_flight = self._send(whole, split, places)
         for piece in pieces:  # own, cached and held rows, while the other hosts answer
             piece.copy_near(self.local)
             if not piece.counts:
@@ -160,10 +156,11 @@ class DistGraph(GraphAccess):
         """
         return self._meter.take()
 
-    def _send(self, shares: Mapping[int, _Share[A]]) -> dict[int, tuple[_Share[A], PendingAnswer[A]]]:
-        return {
-            host: (share, self.remotes[host].submit(share.request)) for host, share in shares.items() if host != HERE
-        }
+    def _send(
+        self, request: GraphRequest[A], split: RequestSplit, places: Mapping[int, Places]
+    ) -> dict[int, tuple[_Share[A], PendingAnswer[A]]]:
+        shares = {host: _Share(at, request.share(split, host, at)) for host, at in places.items()}
+        return {host: (share, self.remotes[host].submit(share.request)) for host, share in shares.items()}
 
     def _receive(
         self, in_flight: Mapping[int, tuple[_Share[A], PendingAnswer[A]]]

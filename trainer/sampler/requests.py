@@ -154,7 +154,7 @@ class Gather(GraphRequest[list[Mapping[str, Array]]], frozen=True):
 
     def share(self, split: RequestSplit, host: int, places: Places) -> Gather:
         asked = [(self.requests[number], at) for number, at in places.items()]
-        return Gather([replace(one, ids=split.cut(one.ids, at)) for one, at in asked])
+        return Gather([RowRequest(one.of, split.cut(one.ids, at), one.attrs) for one, at in asked])
 
     def merge(self, answers: Sequence[tuple[Places, list[Mapping[str, Array]]]]) -> list[Mapping[str, Array]]:
         merged: list[dict[str, Array]] = [{} for _ in self.requests]

@@ -58,8 +58,8 @@ class FitResult:
     ended_early: str = ""  #: why not all epochs were trained
 
 
-@dataclass(frozen=True)
-class Progress:
+@dataclass
+class _Progress:
     """Results of the epochs trained so far. The current weights are not included."""
 
     done: int = 0  #: number of epochs trained
@@ -108,7 +108,7 @@ class Fit:
         self.baseline = baseline if baseline is not None and baseline.metrics else None
         self.model = model.to(group.device)
         self.optimizers = Optimizers.of(settings, model, embedding)
-        self.progress = Progress()
+        self.progress = _Progress()
         self.best_rows: torch.Tensor | None = None  #: this rank's embedding rows of the best epoch
         self._request = CheckpointRequest(folder.parent)
         self._writers, self._writer = writers, CheckpointWriter(folder, self._request)
@@ -129,7 +129,7 @@ class Fit:
             raise CheckpointError(f"the checkpoint does not fit the class {self.settings.model}: {why}") from None
         self.optimizers.model.load_state_dict(dict(checkpoint.optimizer))
         tally = EpochSums.of(checkpoint.partial) if checkpoint.partial else None
-        self.progress = Progress(
+        self.progress = _Progress(
             checkpoint.epoch, checkpoint.step_loss, checkpoint.best, checkpoint.scores, tally=tally
         )
         if rows := self.optimizers.rows:
@@ -161,10 +161,8 @@ class Fit:
                 self.metrics, self.progress.tally, self._after_step, self._rate_share,
             )  # fmt: skip
             at = self.progress
-            losses, seconds = (*at.step_loss, report.step_loss), (*at.seconds, report.seconds)
-            cost = at.cost + report.cost
-            self.progress = Progress(report.epoch, losses, at.best, at.scores, seconds, cost, report)
-            del at  # with the weights of an earlier best epoch
+            at.done, at.report, at.tally, at.cost = report.epoch, report, None, at.cost + report.cost
+            at.step_loss, at.seconds = (*at.step_loss, report.step_loss), (*at.seconds, report.seconds)
             curve = {"step_loss": report.step_loss.tolist()} if self.group.rank == 0 else {}
             saving = {"checkpoint_s": round(self._saving_s, 4)} if self._saving_s else {}
             self._saving_s = 0.0
@@ -235,10 +233,10 @@ class Fit:
         value = score.value(self.metric)
         loss = {} if math.isnan(score.loss) else {"loss": score.loss}
         kept: ValScore = {"epoch": self.progress.done, **loss, **score.metrics}
-        self.progress = replace(self.progress, scores=(*self.progress.scores, kept))
+        self.progress.scores += (kept,)
         if self.metric.improves(value, best.metrics.get(self.metric.name) if best else None):
             weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
-            self.progress = replace(self.progress, best=BestEpoch(self.progress.done, dict(score.metrics), weights))
+            self.progress.best = BestEpoch(self.progress.done, dict(score.metrics), weights)
             if rows := self.optimizers.rows:
                 self.best_rows = rows.embedding.weight.detach().clone()
         return score

@@ -24,13 +24,13 @@ MODELS = ("sage", "gcn", "gat", "rgcn", "hgt", "rsage", "lightgcn", "embedding",
 EDGE_MODELS = ("sage", "rsage", "token-transformer")
 
 #: Bundled models that do not read the scores of neighbours by PageRank or walks.
-WITHOUT_SCORES = ("lightgcn", "embedding")
+_WITHOUT_SCORES = ("lightgcn", "embedding")
 
 #: Bundled models that divide messages by degrees in the whole graph, which count edges later than a seed.
-OF_DEGREES = ("gcn", "lightgcn")
+_OF_DEGREES = ("gcn", "lightgcn")
 
 #: Settings that only some bundled models read, and no class.
-OF_MODELS: Mapping[str, tuple[str, ...]] = {
+_OF_MODELS: Mapping[str, tuple[str, ...]] = {
     "output_heads": ("gat",),
     "activation": tuple(name for name in MODELS if name not in ("hgt", "lightgcn", "embedding", "token-transformer")),
     "input_dropout": tuple(name for name in MODELS if name not in ("lightgcn", "embedding")),
@@ -468,7 +468,7 @@ def _of_model(train: TrainConfig) -> Iterator[Problem]:
         if isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim <= 1024:
             found = reprlib.repr(dim)
             yield Problem(("category_dims", name), f"expected a whole number from 0 to 1024, found {found}")
-    for name, models in OF_MODELS.items():
+    for name, models in _OF_MODELS.items():
         if getattr(train, name) != getattr(TrainConfig, name) and model not in models:
             hint = "pass it to your class by model_args" if own else f"use {' or '.join(models)}"
             yield Problem((name,), f"model {model} does not read it; {hint}", ("model",))
@@ -478,7 +478,7 @@ def _of_model(train: TrainConfig) -> Iterator[Problem]:
     if model in ("lightgcn", "embedding") and train.task not in ("auto", "link"):
         yield Problem(("model",), f"{model} is for task link, not {train.task}", ("task",))
     ruled = train.neighbors is not None and train.neighbors.name in ("ppr", "walks")
-    if model in OF_DEGREES and train.time_attr is not None and not ruled:
+    if model in _OF_DEGREES and train.time_attr is not None and not ruled:
         yield Problem(
             ("time_attr",),
             f"model {model} divides messages by degrees in the whole graph, which count later edges; use sage, for "
@@ -522,7 +522,7 @@ def _of_neighbors(train: TrainConfig) -> Iterator[Problem]:
         yield Problem(("replace",), f"has no effect with neighbors: {name}; leave it out", place)
     if name not in ("ppr", "walks"):
         return
-    if train.model in WITHOUT_SCORES:
+    if train.model in _WITHOUT_SCORES:
         text = f"{train.model} does not read the scores that {name} gives; use another model"
         yield Problem(place, text, ("model",))
     if train.edge_attr:

@@ -23,13 +23,13 @@ from trainer.cuda.shared_memory import JoinedArray
 from trainer.store.manifest import AttrSpec
 from trainer.store.part_store import EdgePart, NodePart, PartStore
 
-PINNED_SHARE = 0.5  #: largest share of the host's available memory for pinned rows
+_PINNED_SHARE = 0.5  #: largest share of the host's available memory for pinned rows
 
 _KINDS = "biuf"  #: kinds of dtypes that kernels convert to float32
 
 
 @dataclass(frozen=True)
-class PinnedRows:
+class _PinnedRows:
     """One attribute of all parts on this host, joined to one array in pinned memory."""
 
     table: Tensor  #: [rows, width] in the stored dtype, pinned
@@ -41,7 +41,7 @@ class FeatureRows:
     """Gathers rows of one attribute of one node or edge type, as float32."""
 
     def __init__(
-        self, store: PartStore, of: AnyType, name: str, device: torch.device, *, pinned: PinnedRows | None,
+        self, store: PartStore, of: AnyType, name: str, device: torch.device, *, pinned: _PinnedRows | None,
         cache: DeviceRows | None,
     ):  # fmt: skip
         spec = store.manifest.nodes[of] if isinstance(of, str) else store.manifest.edges[of]
@@ -105,7 +105,7 @@ class PinnedPlan:
         number of processes of this host that make a copy.
         """
         left = max(0, (available_memory() or 0) - taken * num_copies)
-        return cls.choose(store, wanted, int(left * PINNED_SHARE / num_copies))
+        return cls.choose(store, wanted, int(left * _PINNED_SHARE / num_copies))
 
     @classmethod
     def choose(cls, store: PartStore, wanted: Mapping[AnyType, tuple[str, ...]], limit: int) -> PinnedPlan:
@@ -150,7 +150,7 @@ def feature_arrays(store: PartStore, of: AnyType, name: str) -> list[JoinedArray
 
 def pinned_rows(
     store: PartStore, of: AnyType, name: str, device: torch.device, pinned: Mapping[str, Tensor]
-) -> PinnedRows | None:  # fmt: skip
+) -> _PinnedRows | None:  # fmt: skip
     """Return an attribute in pinned memory; None if it is not there. ``pinned``: the pinned arrays, by name."""
     table, scales = ([pinned.get(array.name) for array in feature_arrays(store, of, name)] + [None])[:2]
     if table is None:
@@ -159,7 +159,7 @@ def pinned_rows(
     for part_id in store.parts:
         bases[part_id] = count
         count += len(_table(store, part_id, of).attrs[name])
-    return PinnedRows(table, scales, torch.tensor(bases, dtype=torch.int64, device=device))
+    return _PinnedRows(table, scales, torch.tensor(bases, dtype=torch.int64, device=device))
 
 
 def _table(store: PartStore, part_id: int, of: AnyType) -> NodePart | EdgePart:

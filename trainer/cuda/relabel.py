@@ -41,11 +41,11 @@ class DeviceTables:
 
     def growth(self, of: NodeType, disjoint: bool) -> NodeGrowth:
         """Return an empty set of sampled nodes of one type. ``disjoint``: the set may contain a node once per tree."""
-        found: Any = DeviceGrowth(self._sizes[of], disjoint, self._torch)  # implements NodeGrowth, with tensors
+        found: Any = _DeviceGrowth(self._sizes[of], disjoint, self._torch)  # implements NodeGrowth, with tensors
         return found  # type: ignore[no-any-return]
 
 
-class DeviceGrowth:
+class _DeviceGrowth:
     """The nodes of one type in a subgraph that grows hop by hop: ``NodeGrowth`` and ``TreeGrowth`` on a device.
 
     A node's key in the hash table is its global id, or ``tree * num_nodes + id`` in disjoint sampling.

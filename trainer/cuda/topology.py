@@ -33,7 +33,7 @@ _SINGLE_EXACT = {"b1", "i1", "u1", "i2", "u2", "f2", "f4"}  #: dtypes whose valu
 
 
 @dataclass(frozen=True)
-class DeviceArray:
+class _DeviceArray:
     """The arrays of all parts, joined to one array that kernels can read."""
 
     tensor: Tensor  #: on the device, or pinned on the host
@@ -49,17 +49,17 @@ class DeviceArray:
 class DeviceEdges:
     """The edges of one type of the whole graph in CSC: grouped by target. An edge's slot is its global id."""
 
-    indptr: DeviceArray  #: int64 [n + 1]
-    indices: DeviceArray  #: int32|int64 [e] global ids of sources
-    times: DeviceArray | None = None  #: int32|int64 [e], with temporal sampling
-    weights: DeviceArray | None = None  #: float32|float64 [e], with weighted sampling
+    indptr: _DeviceArray  #: int64 [n + 1]
+    indices: _DeviceArray  #: int32|int64 [e] global ids of sources
+    times: _DeviceArray | None = None  #: int32|int64 [e], with temporal sampling
+    weights: _DeviceArray | None = None  #: float32|float64 [e], with weighted sampling
 
 
 @dataclass(frozen=True)
 class DeviceTopology:
     """The part of a graph that sampling reads."""
 
-    nodes: Mapping[NodeType, DeviceArray]  #: int32|int64 [num_nodes] original ids
+    nodes: Mapping[NodeType, _DeviceArray]  #: int32|int64 [num_nodes] original ids
     edges: Mapping[EdgeType, DeviceEdges]
     num_bytes: int
     place: Place
@@ -122,13 +122,13 @@ def load_topology(
 
     ``pinned``: the arrays in page-locked memory of the host, by name, which are then used instead.
     """
-    loaded: dict[tuple[Any, str], DeviceArray] = {}
+    loaded: dict[tuple[Any, str], _DeviceArray] = {}
     total = 0
     for of, name, array in _sources(store, settings):
         if pinned is not None:
-            loaded[of, name] = DeviceArray(pinned[array.name], "pinned")
+            loaded[of, name] = _DeviceArray(pinned[array.name], "pinned")
         else:
-            loaded[of, name] = DeviceArray(torch.empty(array.shape, dtype=array.dtype, device=device), "device")
+            loaded[of, name] = _DeviceArray(torch.empty(array.shape, dtype=array.dtype, device=device), "device")
             array.copy_to(loaded[of, name].tensor)
         total += array.num_bytes
     edges = {

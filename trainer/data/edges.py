@@ -13,7 +13,7 @@ from trainer.core.progress import progress
 from trainer.core.row_sort import Column, Records, Scratch, sorted_rows
 
 #: Edges [2, E], and the numbers that are added to the sources (row 0) and to the targets (row 1).
-EdgeList: TypeAlias = tuple[Array, int, int]
+_EdgeList: TypeAlias = tuple[Array, int, int]
 
 _EDGES_AT_ONCE = 1 << 20
 
@@ -37,7 +37,7 @@ def symmetric_adjacency(edge_index: Array, num_nodes: int, dtype: Any = np.int32
 
 
 def joint_adjacency(
-    lists: Sequence[EdgeList], num_nodes: int, dtype: Any = np.int32, scratch: Scratch | None = None
+    lists: Sequence[_EdgeList], num_nodes: int, dtype: Any = np.int32, scratch: Scratch | None = None
 ) -> tuple[Array, Array]:
     """Build one CSR from several edge lists, as ``symmetric_adjacency`` does from one.
 
@@ -62,7 +62,7 @@ def joint_adjacency(
 
 
 def _adjacency_on_disk(
-    lists: Sequence[EdgeList], indptr: Ids, seen_by: Array, dtype: np.dtype[Any], scratch: Scratch
+    lists: Sequence[_EdgeList], indptr: Ids, seen_by: Array, dtype: np.dtype[Any], scratch: Scratch
 ) -> tuple[Array, Array]:
     path = scratch.folder / "neighbours"
     size = 0
@@ -79,7 +79,7 @@ def _adjacency_on_disk(
     return indptr, np.memmap(path, dtype, "r", shape=(size,)) if size else np.empty(0, dtype)
 
 
-def _both_ways(lists: Sequence[EdgeList], dtype: np.dtype[Any]) -> Iterator[Records]:
+def _both_ways(lists: Sequence[_EdgeList], dtype: np.dtype[Any]) -> Iterator[Records]:
     for edges, source, target in lists:
         for start in range(0, edges.shape[1], _EDGES_AT_ONCE):
             progress("sort edges", start, edges.shape[1])

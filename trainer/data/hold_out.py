@@ -40,7 +40,7 @@ _REVERSE = "rev_"
 _LINK_BYTES = 80  #: of memory per held-out link while they are sorted
 
 
-class HoldOut(Protocol):
+class _HoldOut(Protocol):
     @property
     def hold_out(self) -> str | None: ...
     @property
@@ -144,7 +144,7 @@ def _among(keys: Array, wanted: Array) -> tuple[_Flags, Array]:
     return (wanted[place] == keys if len(wanted) else np.zeros(len(keys), bool)), place
 
 
-def hold_out_links(dataset: Dataset, options: HoldOut, scratch: Scratch | None = None) -> Dataset:
+def hold_out_links(dataset: Dataset, options: _HoldOut, scratch: Scratch | None = None) -> Dataset:
     """Move some links of the edge type ``hold_out`` to the graph attributes ``val_links`` and ``test_links``.
 
     The options state which share of the links to move. With ``hold_out_split``, ``hold_out_given`` did it when the
@@ -361,7 +361,7 @@ class _ByTime:
         return [f"{type_name(of)}: {'; '.join(later)}; the {total - val - test:,} earlier ones are for training"]
 
 
-def _rule(dataset: Dataset, of: EdgeType, options: HoldOut, scratch: Scratch | None) -> _Rule:
+def _rule(dataset: Dataset, of: EdgeType, options: _HoldOut, scratch: Scratch | None) -> _Rule:
     val, test, attr = options.hold_out_val, options.hold_out_test, options.hold_out_time
     if attr is None:
         return _ByHash(of[0] == of[2], val, test)
@@ -384,7 +384,7 @@ def _check_times(data: EdgeData, attr: str, of: EdgeType, where: str) -> None:
         )
 
 
-def _check(dataset: Dataset, options: HoldOut) -> None:
+def _check(dataset: Dataset, options: _HoldOut) -> None:
     shares = options.hold_out_val, options.hold_out_test
     if min(shares) < 0 or not 0 < sum(shares) < 1:
         raise DataError(

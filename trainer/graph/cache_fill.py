@@ -45,10 +45,10 @@ from trainer.store.row_cache import CachedRows, RowCache
 if TYPE_CHECKING:
     from trainer.service.remote_graph import Gateway
 
-FETCH_BYTES = 64 << 20  #: bytes of rows per request
+_FETCH_BYTES = 64 << 20  #: bytes of rows per request
 
 
-class OpenedGraph(Protocol):
+class _OpenedGraph(Protocol):
     """The members of ``graph.open.Graph`` that this module uses."""
 
     @property
@@ -92,7 +92,7 @@ def fill_cache(
 
 
 def cache_rows(
-    graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
+    graph: _OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     size: str, node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> Prediction | None:  # fmt: skip
     ranks = RankGroup.of_process(graph.ranks)
@@ -137,7 +137,7 @@ def _fetch(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns:
     names = columns.names[of]
     specs = {name: row_spec(store, of, name) for name in names}
     rows = {name: np.empty((len(ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
-    step = max(1, FETCH_BYTES // columns.row_bytes[of])
+    step = max(1, _FETCH_BYTES // columns.row_bytes[of])
     for start in range(0, len(ids), step):
         (found,) = access.gather([RowRequest(of, ids[start : start + step], names)])
         for name in names:
@@ -176,7 +176,7 @@ def _temporary_folders() -> Iterator[list[Path]]:
 
 
 def _plan(
-    graph: OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
+    graph: _OpenedGraph, fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], split: str, batch_size: int,
     node_type: NodeType | None, replace: bool, attrs: Mapping[NodeType, Sequence[str]] | None,
 ) -> BatchPlan:  # fmt: skip
     given = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.manifest.edges, fanouts)
@@ -203,7 +203,7 @@ def _plan(
     return BatchPlan(order, {of: ("orig_id", *names) for of, names in chosen.items()}, requests)
 
 
-def _only_type_with(graph: OpenedGraph, split: str) -> NodeType:
+def _only_type_with(graph: _OpenedGraph, split: str) -> NodeType:
     types = sorted(of for of, name in graph.store.splits if name == split)
     if len(types) == 1:
         return types[0]
@@ -218,7 +218,7 @@ _MOST_ROWS = 2**31 - 1  #: row numbers of cached rows are int32
 
 
 def device_rows(
-    graph: OpenedGraph, plan: BatchPlan, size: CacheSize, device: torch.device
+    graph: _OpenedGraph, plan: BatchPlan, size: CacheSize, device: torch.device
 ) -> dict[NodeType, DeviceRows]:
     """Copy the rows of ``x`` that this rank's batches request most to ``device``, as float32.
 
@@ -242,7 +242,7 @@ def device_rows(
         if not len(ids):
             continue
         rows = torch.empty((len(ids), *spec.shape[1:]), dtype=torch.float32, device=device)
-        step = max(1, FETCH_BYTES // max(1, rows[:1].nbytes))
+        step = max(1, _FETCH_BYTES // max(1, rows[:1].nbytes))
         for start in range(0, len(ids), step):
             (gathered,) = graph.access.gather([RowRequest(of, ids[start : start + step], ("x",))])
             rows[start : start + step] = as_tensor(gathered["x"], spec).reshape(-1, *spec.shape[1:])
@@ -251,13 +251,13 @@ def device_rows(
     return found
 
 
-def cache_bytes(graph: OpenedGraph, size: CacheSize) -> int:
+def cache_bytes(graph: _OpenedGraph, size: CacheSize) -> int:
     """Return ``size`` in bytes, at most those of all rows of ``x`` as float32, to which percents refer."""
     nodes = graph.manifest.nodes
     every = sum(4 * _row_width(graph, of) * spec.num_nodes for of, spec in nodes.items() if "x" in spec.attrs)
     return round(size.share * every) if size.bytes is None else min(size.bytes, every)
 
 
-def _row_width(graph: OpenedGraph, of: NodeType) -> int:
+def _row_width(graph: _OpenedGraph, of: NodeType) -> int:
     """Return the number of elements of a row of ``x``."""
     return int(np.prod(graph.manifest.nodes[of].attrs["x"].shape[1:]))

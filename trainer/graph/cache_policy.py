@@ -31,9 +31,9 @@ from trainer.store.row_cache import RowCache
 
 LEAST_STEPS, MOST_STEPS = 12, 240  #: number of presampled batches
 
-ENOUGH_ROWS = 2_000_000  #: presampling stops after this many requested rows, but not before LEAST_STEPS batches
+_ENOUGH_ROWS = 2_000_000  #: presampling stops after this many requested rows, but not before LEAST_STEPS batches
 
-MOST_SECONDS = 30.0  #: presampling stops after this time, as other ranks wait for it
+_MOST_SECONDS = 30.0  #: presampling stops after this time, as other ranks wait for it
 
 Steps = npt.NDArray[np.float64]  #: one number for each presampled step
 
@@ -56,7 +56,7 @@ class BatchPlan:
 
 
 @dataclass(frozen=True)
-class PresampledStep:
+class _PresampledStep:
     requests: tuple[RowRequest, ...]
     sampling_bytes: int  #: bytes received from other hosts while sampling
 
@@ -126,29 +126,29 @@ class Prediction:
         }
 
 
-def presample(access: CountedAccess, plan: BatchPlan) -> list[PresampledStep]:
+def presample(access: CountedAccess, plan: BatchPlan) -> list[_PresampledStep]:
     """Sample the first batches of a run, epoch after epoch, without gathering rows.
 
-    Stops when ``ENOUGH_ROWS`` rows are requested, but not before ``LEAST_STEPS`` batches; at the latest after
-    ``MOST_STEPS`` batches or ``MOST_SECONDS`` seconds. Memory: 8 bytes per requested row. Raises ``ServiceError``.
+    Stops when ``_ENOUGH_ROWS`` rows are requested, but not before ``LEAST_STEPS`` batches; at the latest after
+    ``MOST_STEPS`` batches or ``_MOST_SECONDS`` seconds. Memory: 8 bytes per requested row. Raises ``ServiceError``.
     """
-    steps: list[PresampledStep] = []
+    steps: list[_PresampledStep] = []
     if plan.order.num_steps == 0:
         return steps
     rows, began = 0, time.perf_counter()
     for requests in (requests for epoch in count(1) for requests in plan.requests(epoch)):
-        steps.append(PresampledStep(tuple(requests), access.take_cost().remote_bytes))
+        steps.append(_PresampledStep(tuple(requests), access.take_cost().remote_bytes))
         rows += sum(len(request.ids) for request in requests)
-        if len(steps) >= MOST_STEPS or (len(steps) >= LEAST_STEPS and rows >= ENOUGH_ROWS):
+        if len(steps) >= MOST_STEPS or (len(steps) >= LEAST_STEPS and rows >= _ENOUGH_ROWS):
             break
-        if time.perf_counter() - began > MOST_SECONDS:
+        if time.perf_counter() - began > _MOST_SECONDS:
             break
     if plan.keeps_edges and len(steps) >= plan.order.num_steps:
         return [replace(step, sampling_bytes=0) for step in steps]
     return steps
 
 
-def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[PresampledStep]:
+def counted_steps(steps: Sequence[_PresampledStep], plan: BatchPlan) -> Sequence[_PresampledStep]:
     """Return the presampled steps whose requests decide which rows are cached.
 
     These are all ``steps`` if they cover an epoch, else the first two thirds of ``steps``.
@@ -158,7 +158,7 @@ def counted_steps(steps: Sequence[PresampledStep], plan: BatchPlan) -> Sequence[
 
 
 def count_remote_rows(
-    access: DistGraph, steps: Sequence[PresampledStep], columns: CachedColumns
+    access: DistGraph, steps: Sequence[_PresampledStep], columns: CachedColumns
 ) -> dict[NodeType, RowCounts]:
     """Count how often ``steps`` request each remote row, for the node types in ``columns``."""
     requested: dict[NodeType, list[Ids]] = defaultdict(list)
@@ -223,7 +223,7 @@ def budget_of(size: CacheSize, store: PartStore, row_bytes: Mapping[NodeType, in
     return round(size.share * sum(remote[of] * width for of, width in row_bytes.items()))
 
 
-def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[PresampledStep], cache: RowCache | None) -> Prediction:
+def predict(access: DistGraph, plan: BatchPlan, steps: Sequence[_PresampledStep], cache: RowCache | None) -> Prediction:
     """Predict the bytes that a rank receives in an epoch, with and without ``cache``, from the presampled steps.
 
     Only presampled steps of epoch 1 are used. If the epoch has more steps, each further step is assumed to cost as much
@@ -264,7 +264,7 @@ class _Replay:
         #: Batches that are still being made when the next batch is gathered, so that it cannot use their rows.
         self._in_flight: deque[Sequence[GatherPiece]] = deque()
 
-    def run(self, steps: Sequence[PresampledStep]) -> None:
+    def run(self, steps: Sequence[_PresampledStep]) -> None:
         for step in steps:
             pieces = self._access.pieces(step.requests, self._cache, self._held)
             self.received.append(step.sampling_bytes + sum(self._received_bytes(piece) for piece in pieces))
@@ -295,7 +295,7 @@ def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
     return HostRows(piece.ids[at], rows)
 
 
-def _third(steps: Sequence[PresampledStep]) -> int:
+def _third(steps: Sequence[_PresampledStep]) -> int:
     return max(1, len(steps) // 3)
 
 

@@ -83,7 +83,7 @@ OTHER_STREAM = 3
 
 KEYED_FROM = 1 << 20  #: seeds of a ``SeedOrder`` with ``keyed`` from which the order is a keyed permutation
 
-EpochOrder = Ids | InOrder | KeyedPermutation  #: an order of seeds; a slice of it is an array
+_EpochOrder = Ids | InOrder | KeyedPermutation  #: an order of seeds; a slice of it is an array
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class SeedOrder:
         """Return the order of the seeds in an epoch: positions in the split's seed list, int64 [num_seeds]."""
         return self.order(epoch)[:]
 
-    def order(self, epoch: int) -> EpochOrder:
+    def order(self, epoch: int) -> _EpochOrder:
         """Return the order of the seeds in an epoch: a sequence whose slices are positions in the seed list."""
         if not self.shuffle:
             return InOrder(self.num_seeds)
@@ -128,7 +128,7 @@ class SeedOrder:
             return KeyedPermutation(self.num_seeds, key)
         return shuffled(self.num_seeds, key)
 
-    def step(self, order: EpochOrder, step: int) -> Ids:
+    def step(self, order: _EpochOrder, step: int) -> Ids:
         """Return the seeds of one global batch: positions in the seed list, int64.
 
         ``order``: the order of the seeds in the epoch, from the method ``epoch`` or ``order``.

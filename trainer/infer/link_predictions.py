@@ -46,19 +46,19 @@ from trainer.train.settings import TrainSettings
 from trainer.train.tasks.task import Labels, Task
 from trainer.train.timed_ranking import ModelRows, Queries, ranking_of
 
-MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless the user asks for more
+_MOST_PAIRS = 10**10  #: most pairs of source and target that are scored unless the user asks for more
 
-TOP_K = 10
+_TOP_K = 10
 
 
 def number_of_targets(graph: Graph, links: Sequence[LinkEmbeddings], wanted: int | None) -> int:
     """Return how many targets to list per source: ``wanted``, but at most the number of targets.
 
-    If ``wanted`` is None: ``TOP_K``, or 0 if there are more than ``MOST_PAIRS`` pairs of source and target.
+    If ``wanted`` is None: ``_TOP_K``, or 0 if there are more than ``_MOST_PAIRS`` pairs of source and target.
     """
     sizes = [[graph.manifest.nodes[of].num_nodes for of in each.ends] for each in links]
     pairs = sum(source * target for source, target in sizes)
-    count = (TOP_K if pairs <= MOST_PAIRS else 0) if wanted is None else wanted
+    count = (_TOP_K if pairs <= _MOST_PAIRS else 0) if wanted is None else wanted
     return min(count, max(target for _, target in sizes))
 
 
@@ -252,7 +252,7 @@ def write_list_predictions(
     """
     table, _, target = edge_type
     num_targets = graph.manifest.nodes[target].num_nodes
-    count, whole = min(wanted or TOP_K, num_targets), WholeGraph(graph, layout, group, scratch)
+    count, whole = min(wanted or _TOP_K, num_targets), WholeGraph(graph, layout, group, scratch)
     rows, shares = ModelRows(graph, edge_type, settings, whole, model), whole.shares[table]
     split = np.full(graph.manifest.nodes[table].num_nodes, -1)
     for number, some in enumerate(group.agree(lambda: rows_of_splits(graph, table)).values()):

@@ -22,7 +22,7 @@ from trainer.store.manifest import Manifest
 if TYPE_CHECKING:
     from torch_geometric.sampler import NumNeighbors
 
-SUBGRAPH_TYPES = ("directional", "bidirectional", "induced")
+_SUBGRAPH_TYPES = ("directional", "bidirectional", "induced")
 
 Fanouts: TypeAlias = "Sequence[int] | Mapping[EdgeType, Sequence[int]] | NumNeighbors"
 
@@ -159,8 +159,8 @@ def subgraph_kind(subgraph_type: Any, directed: bool) -> str:
         warnings.warn("directed=False is deprecated; use subgraph_type='induced'", DeprecationWarning, stacklevel=4)
         return "induced"
     kind = str(getattr(subgraph_type, "value", subgraph_type))
-    if kind not in SUBGRAPH_TYPES:
-        raise SettingsError(f"subgraph_type {kind!r}; expected one of {', '.join(SUBGRAPH_TYPES)}")
+    if kind not in _SUBGRAPH_TYPES:
+        raise SettingsError(f"subgraph_type {kind!r}; expected one of {', '.join(_SUBGRAPH_TYPES)}")
     return kind
 
 

@@ -151,7 +151,7 @@ class DistClusterLoader(PyGLoader):
 
 
 @dataclass(frozen=True)
-class ClusterMembers:
+class _ClusterMembers:
     nodes: Ids  #: int64 [N] global ids, by original id within a cluster
     begin: Ids  #: int64 [clusters + 1] where each cluster begins in ``nodes``
 
@@ -164,7 +164,7 @@ class ClusterMembers:
 class Clusters:
     """All clusters that have nodes, in the order of the cluster numbers."""
 
-    members: Mapping[NodeType, ClusterMembers]
+    members: Mapping[NodeType, _ClusterMembers]
     part: Ids  #: int64 [clusters] part that has most of the cluster's nodes
 
     @classmethod
@@ -175,7 +175,7 @@ class Clusters:
         for of, values in cluster.items():
             place, nodes = np.searchsorted(numbers, values), graph.store.to_global(of, np.arange(len(values)))
             order = np.argsort(place, kind="stable")
-            members[of] = ClusterMembers(nodes[order], np.searchsorted(place[order], np.arange(len(numbers) + 1)))
+            members[of] = _ClusterMembers(nodes[order], np.searchsorted(place[order], np.arange(len(numbers) + 1)))
             np.add.at(votes, (place, graph.store.books[of].part_of(nodes)), 1)
         return cls(members, votes.argmax(1))
 

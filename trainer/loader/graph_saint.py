@@ -50,7 +50,7 @@ _FORMAT = "gnnfleet-saint-norm 1"
 
 
 @dataclass(frozen=True)
-class SaintNorm:
+class _SaintNorm:
     """GraphSAINT's normalisation coefficients of nodes and edges, indexed by original id."""
 
     node: Tensor  #: float32 [N] weight of each node's loss
@@ -60,7 +60,7 @@ class SaintNorm:
 def _saint_norm(
     loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None, log: bool,
     group: RankGroup,
-) -> SaintNorm:  # fmt: skip
+) -> _SaintNorm:  # fmt: skip
     """Return the normalisation coefficients for a loader's subgraphs. Reads them from ``save_dir`` if they are there.
 
     All ranks of ``group`` must call this function; they share the work.
@@ -81,7 +81,9 @@ def _saint_norm(
     return norm
 
 
-def _estimate(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, group: RankGroup) -> tuple[SaintNorm, int]:
+def _estimate(
+    loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, group: RankGroup
+) -> tuple[_SaintNorm, int]:
     """Estimate the normalisation coefficients from sampled subgraphs. Returns them and the number of subgraphs.
 
     Samples until the subgraphs contain each node of the graph ``coverage`` times on average.
@@ -117,19 +119,19 @@ def _estimate(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, gro
     return group.agree(lambda: _norm_of(nodes, edges, ends, num_subgraphs)), num_subgraphs
 
 
-def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEndpoints, num_subgraphs: int) -> SaintNorm:
+def _norm_of(nodes: Tensor, edges: Tensor, ends: EdgeEndpoints, num_subgraphs: int) -> _SaintNorm:
     node, ratio = nodes.float(), edges.float()
     for first, src, _ in edges_in_order(ends):
         some = ratio[first : first + len(src)]
         some.copy_((node[torch.from_numpy(src)] / some).clamp(0, 1e4))
     ratio[ratio.isnan()] = 0.1
     node[node == 0] = 0.1
-    return SaintNorm(num_subgraphs / node / len(node), ratio)
+    return _SaintNorm(num_subgraphs / node / len(node), ratio)
 
 
 def _saved(
     loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int, save_dir: str | Path | None
-) -> tuple[str, Path | None, SaintNorm | None]:
+) -> tuple[str, Path | None, _SaintNorm | None]:
     if save_dir is None:
         return "", None, None
     key = _digest(loader, ends, coverage)
@@ -149,7 +151,7 @@ def _digest(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int) -> st
     return digest.hexdigest()
 
 
-def _read(path: Path, key: str) -> SaintNorm | None:
+def _read(path: Path, key: str) -> _SaintNorm | None:
     if not path.exists():
         return None
     try:
@@ -158,10 +160,10 @@ def _read(path: Path, key: str) -> SaintNorm | None:
         raise SettingsError(f"save_dir: {path} cannot be read ({type(error).__name__}); delete it") from error
     if not isinstance(saved, dict) or saved.get("format") != _FORMAT or saved.get("made_for") != key:
         raise SettingsError(f"save_dir: {path} is not a normalisation for this graph and these settings; delete it")
-    return SaintNorm(saved["node_norm"], saved["edge_norm"])
+    return _SaintNorm(saved["node_norm"], saved["edge_norm"])
 
 
-def _write(path: Path, key: str, norm: SaintNorm) -> None:
+def _write(path: Path, key: str, norm: _SaintNorm) -> None:
     saved = {"format": _FORMAT, "made_for": key, "node_norm": norm.node, "edge_norm": norm.edge}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

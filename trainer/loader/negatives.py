@@ -22,7 +22,7 @@ SRC, DST = 0, 1  #: which end of a link is drawn
 
 _TRIES = 64  #: draws per negative before giving up, when real links are avoided
 
-IsLink = Callable[[Ids, Ids], npt.NDArray[np.bool_]]  #: (sources, targets), original ids -> bool [n]
+_IsLink = Callable[[Ids, Ids], npt.NDArray[np.bool_]]  #: (sources, targets), original ids -> bool [n]
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class NegativeDraw:
 
 def draw_negatives(
     rule: NegativeRule, key: int, places: Ids, owner: Ids, j: Ids, positives: tuple[Ids, Ids],
-    ends: tuple[NegativeDraw, NegativeDraw], is_link: IsLink, times: Ids | None = None,
+    ends: tuple[NegativeDraw, NegativeDraw], is_link: _IsLink, times: Ids | None = None,
 ) -> tuple[Ids, Ids]:  # fmt: skip
     """Draw negatives. Returns original ids (sources, targets), int64 [m] each.
 

@@ -18,20 +18,20 @@ from trainer.graph.open import Graph
 
 
 @dataclass(frozen=True)
-class TypeInputs:
+class _TypeInputs:
     nodes: Ids  #: int64 [n] global ids
     input_id: Ids | None  #: int64 [n] ids that batches report; None: the seeds' positions
     times: Ids | None = None  #: int64 [n], if given by the caller
 
 
 @dataclass(frozen=True)
-class NodeInputs:
+class _NodeInputs:
     """The seeds of a loader, by node type.
 
     The *position* of a seed is its index when the seeds of all types are concatenated.
     """
 
-    of: Mapping[NodeType, TypeInputs]
+    of: Mapping[NodeType, _TypeInputs]
 
     def __len__(self) -> int:
         return sum(len(inputs.nodes) for inputs in self.of.values())
@@ -58,7 +58,7 @@ class NodeInputs:
         return total.hexdigest()
 
 
-def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id: Any = None) -> NodeInputs:
+def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id: Any = None) -> _NodeInputs:
     """Return the seeds that ``input_nodes`` describes.
 
     Homogeneous graph: None (all nodes), ids, a boolean mask, or the name of a split. Heterogeneous graph: a node type,
@@ -73,12 +73,12 @@ def node_inputs(graph: Graph, input_nodes: Any, input_time: Any = None, input_id
         times, ids = (
             given.get(of) if is_mapping and isinstance(given, Mapping) else given for given in (input_time, input_id)
         )
-        found[of] = TypeInputs(
+        found[of] = _TypeInputs(
             inputs.nodes,
             inputs.input_id if ids is None else _per_seed("input_id", of, ids, len(inputs.nodes)),
             None if times is None else _per_seed("input_time", of, times, len(inputs.nodes)),
         )
-    return NodeInputs(found)
+    return _NodeInputs(found)
 
 
 def split_name(input_nodes: Any) -> str | None:
@@ -118,7 +118,7 @@ def _is_typed(given: Any) -> bool:
     return isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[0], str)
 
 
-def _inputs(graph: Graph, of: NodeType, form: Any) -> TypeInputs:
+def _inputs(graph: Graph, of: NodeType, form: Any) -> _TypeInputs:
     if isinstance(form, str):
         if (of, form) not in graph.store.splits:
             known = sorted(name for node_type, name in graph.store.splits if node_type == of)
@@ -126,17 +126,17 @@ def _inputs(graph: Graph, of: NodeType, form: Any) -> TypeInputs:
             nearest = difflib.get_close_matches(form.removesuffix("_mask"), known, 1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise SettingsError(f"input_nodes: {of!r} nodes have no split {form!r}; they have {known}{hint}")
-        return TypeInputs(graph.store.splits[of, form], None)
+        return _TypeInputs(graph.store.splits[of, form], None)
     num_nodes = graph.manifest.nodes[of].num_nodes
     if form is None:
-        return TypeInputs(graph.store.to_global(of, np.arange(num_nodes)), None)
+        return _TypeInputs(graph.store.to_global(of, np.arange(num_nodes)), None)
     values = as_array(form)
     if values.dtype.kind == "b":
         if values.shape != (num_nodes,):
             raise SettingsError(f"input_nodes: mask has shape {list(values.shape)}, there are {num_nodes} {of!r} nodes")
         ids = np.flatnonzero(values)
-        return TypeInputs(graph.store.to_global(of, ids), ids)
-    return TypeInputs(graph.store.to_global(of, checked_ids(values, num_nodes, of, "input_nodes")), None)
+        return _TypeInputs(graph.store.to_global(of, ids), ids)
+    return _TypeInputs(graph.store.to_global(of, checked_ids(values, num_nodes, of, "input_nodes")), None)
 
 
 def as_array(values: Any) -> Array:

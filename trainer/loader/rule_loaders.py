@@ -30,17 +30,17 @@ from trainer.sampler.settings import check_settings
 from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import SampleSettings, TimeRule
 
-OUTPUTS = ("edges", "subgraph", "tokens")
+_OUTPUTS = ("edges", "subgraph", "tokens")
 
 
-class RuleLoader(NodeLoader):
+class _RuleLoader(NodeLoader):
     def __init__(
         self, data: Any, rule: Rule, k: int | Sequence[int], input_nodes: Any, input_time: Any, output: str,
         weight_attr: str | None, time_attr: str | None, transform: Callable[[Any], Any] | None,
         attrs: AttrNames | None, options: LoadOptions, rank: int | None, layout: RankLayout | None,
     ):  # fmt: skip
-        if output not in OUTPUTS:
-            raise SettingsError(f"output {output!r}; expected one of {', '.join(OUTPUTS)}")
+        if output not in _OUTPUTS:
+            raise SettingsError(f"output {output!r}; expected one of {', '.join(_OUTPUTS)}")
         graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)
         per_layer = tuple(whole_number("k", each, 1) for each in (k if isinstance(k, Sequence) else [k]))
         if not per_layer:
@@ -95,7 +95,7 @@ class RuleLoader(NodeLoader):
             to.edge_weight, to.hops = torch.from_numpy(edges.scores), torch.from_numpy(edges.hops).long()
 
 
-class DistPPRLoader(RuleLoader):
+class DistPPRLoader(_RuleLoader):
     """Yield seeds with the nodes of the highest personalised PageRank around them.
 
     The score of a node is the probability that a random walk from the seed ends there: before each step it ends with
@@ -179,7 +179,7 @@ class DistPPRLoader(RuleLoader):
         )  # fmt: skip
 
 
-class DistWalkLoader(RuleLoader):
+class DistWalkLoader(_RuleLoader):
     """Yield seeds with the nodes that random walks from them visit most often, as PinSAGE does.
 
     Each of ``num_walks`` walks takes ``length`` steps to the source of an in-edge, or traverses ``metapath`` so many

@@ -15,7 +15,7 @@ from trainer.graph.open import Graph
 from trainer.loader.edge_endpoints import EDGES_AT_ONCE, EdgeEndpoints, edges_in_order
 from trainer.sampler.types import HopRequest, RowRequest
 
-MOST_SUMS = 1 << 25  #: largest number of running sums of edge weights that are kept, 8 bytes each
+_MOST_SUMS = 1 << 25  #: largest number of running sums of edge weights that are kept, 8 bytes each
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SaintEdgeDraw:
     in_degree: Array  #: int32|int64 [N]
 
     @classmethod
-    def of(cls, ends: EdgeEndpoints, num_nodes: int, most_sums: int = MOST_SUMS) -> SaintEdgeDraw:
+    def of(cls, ends: EdgeEndpoints, num_nodes: int, most_sums: int = _MOST_SUMS) -> SaintEdgeDraw:
         """Compute degrees and running sums of the edges' weights: reads all edges twice. Raises ``ServiceError``.
 
         Keeps 8 or 16 bytes per node, and at most ``most_sums`` sums of 8 bytes.

@@ -45,20 +45,20 @@ def _int64(values: Array) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Neighbourhoods(SampledSubgraph):
+class _Neighbourhoods(SampledSubgraph):
     #: int32 [m] position of a node in the union; the first entries are the roots
     member: Positions = field(kw_only=True)
     root: Positions = field(kw_only=True)  #: int32 [m] index of the root whose neighbourhood has the member
 
 
-class NeighbourhoodSampler:
+class _NeighbourhoodSampler:
     """Samples the nodes around each root, then requests edges and attributes once for each distinct node."""
 
     def __init__(self, graph: Graph, settings: SampleSettings, attrs: Attrs):
         self._draw = graph.sampler(settings, {})
         self._join = graph.sampler(induced_settings(graph.manifest), attrs)
 
-    def subgraph(self, seeds: SeedSet, key: int) -> Neighbourhoods:
+    def subgraph(self, seeds: SeedSet, key: int) -> _Neighbourhoods:
         drawn, distinct, member = self._drawn(seeds, key)
         return _joined(drawn, member, self._join.subgraph(distinct, key))
 
@@ -78,9 +78,9 @@ class NeighbourhoodSampler:
         return drawn, SeedSet({HOMO_NODE: distinct}), member.astype(np.int32)
 
 
-def _joined(drawn: NodeSet, member: Positions, union: SampledSubgraph) -> Neighbourhoods:
+def _joined(drawn: NodeSet, member: Positions, union: SampledSubgraph) -> _Neighbourhoods:
     assert drawn.tree is not None
-    return Neighbourhoods(union.num_hops, union.nodes, union.edges, True, member=member, root=drawn.tree)
+    return _Neighbourhoods(union.num_hops, union.nodes, union.edges, True, member=member, root=drawn.tree)
 
 
 class DistShaDowKHopSampler(PyGLoader):
@@ -158,7 +158,7 @@ class DistShaDowKHopSampler(PyGLoader):
             )
 
     def make_sampler(self, attrs: Attrs) -> Sampler:
-        return NeighbourhoodSampler(self.graph, self.settings, attrs)
+        return _NeighbourhoodSampler(self.graph, self.settings, attrs)
 
     @property
     def num_requests(self) -> int:
@@ -177,7 +177,7 @@ class DistShaDowKHopSampler(PyGLoader):
         In each neighbourhood, nodes are sorted by id and edges by source, then target.
         """
         found = sampled.subgraph
-        assert isinstance(found, Neighbourhoods)
+        assert isinstance(found, _Neighbourhoods)
         ids, edges = sampled.rows[HOMO_NODE]["orig_id"], found.edges[HOMO_EDGE]
         order = np.lexsort((ids[found.member], found.root))
         member, root = found.member[order], found.root[order]

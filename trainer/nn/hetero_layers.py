@@ -31,7 +31,7 @@ Blocks = Mapping[EdgeType, Block]
 NodeTensors = dict[NodeType, Tensor]
 
 #: If at most this share of a block's targets have edges, the others are left out of the dense product.
-SPARSE_TARGETS = 0.7
+_SPARSE_TARGETS = 0.7
 
 
 class RGCNConv(nn.Module):
@@ -300,7 +300,7 @@ def _targets_with_edges(block: Block) -> tuple[Tensor | None, Block]:
     if block.indptr.device.type != "cpu":
         return None, block
     rows = block.indptr.diff().nonzero().flatten()
-    if len(rows) > SPARSE_TARGETS * block.num_dst:
+    if len(rows) > _SPARSE_TARGETS * block.num_dst:
         return None, block
     indptr = torch.cat([block.indptr[:1], block.indptr[rows + 1]])
     return rows, Block(indptr, block.indices, block.num_src)

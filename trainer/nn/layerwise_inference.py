@@ -58,7 +58,7 @@ class NodeRange:
     row: int  #: position of ``first`` in the rank's own rows
 
 
-class NodeShares:
+class _NodeShares:
     """Assignment of the nodes of one type to ranks.
 
     The nodes of a part are divided evenly among the ranks on the hosts of the part.
@@ -104,7 +104,7 @@ def _ranges(offsets: Sequence[int], layout: RankLayout) -> Iterator[NodeRange]:
 class LayerRows:
     """Result of one layer for the nodes of one type. Each rank stores its own rows."""
 
-    shares: NodeShares
+    shares: _NodeShares
     values: Array  #: float32 [own nodes, f]
 
     def fetch(self, ids: Ids) -> Tensor:
@@ -115,7 +115,7 @@ class LayerRows:
         )  # fmt: skip
 
 
-TypeRows = Mapping[NodeType, Tensor]
+_TypeRows = Mapping[NodeType, Tensor]
 
 Blocks = Mapping[EdgeType, Block]
 
@@ -131,13 +131,13 @@ class LayerStack(Protocol):
     def needs_degree(self) -> bool:
         """Whether layers need the in-degrees in the whole graph, without self loops."""
 
-    def begin(self, batch: HeteroBatch) -> TypeRows:
+    def begin(self, batch: HeteroBatch) -> _TypeRows:
         """Compute the input of the first layer from features and ids: [n, f] for each of the layer's source types."""
 
     def layer(
-        self, number: int, blocks: Blocks, rows: TypeRows, num_dst: Mapping[NodeType, int],
+        self, number: int, blocks: Blocks, rows: _TypeRows, num_dst: Mapping[NodeType, int],
         degree: Mapping[NodeType, Tensor],
-    ) -> TypeRows:  # fmt: skip
+    ) -> _TypeRows:  # fmt: skip
         """Compute the output of layer ``number`` (from 0) for each target type; for the last layer, the model's output.
 
         ``rows``: input by source type. ``num_dst``: number of targets by type. ``degree``: in-degrees of the source
@@ -182,13 +182,13 @@ class _GivenSeeds(BatchLoader):
         return self._made(share, seed_set)
 
 
-EDGES_PER_NODE = 64  #: a chunk of several nodes has at most about ``nodes_at_once`` times this number of edges
+_EDGES_PER_NODE = 64  #: a chunk of several nodes has at most about ``nodes_at_once`` times this number of edges
 
 LayerResults = dict[NodeType, LayerRows]
 
 
 @dataclass(frozen=True)
-class NodeChunk:
+class _NodeChunk:
     """A chunk of nodes of one type, with all their neighbours by the edge types that one layer reads."""
 
     ids: Mapping[NodeType, Ids]  #: global ids of every source type's rows; the nodes themselves come first
@@ -224,17 +224,17 @@ class WholeGraph:
     categories: Mapping[NodeType, tuple[str, ...]] = field(default_factory=dict)
     top: tuple[int, ...] = ()
     latest: TimeRule | None = None
-    shares: dict[NodeType, NodeShares] = field(init=False)
+    shares: dict[NodeType, _NodeShares] = field(init=False)
     _tables: RelabelTables = field(init=False)
 
     def __post_init__(self) -> None:
         manifest = self.graph.manifest
-        self.shares = {of: NodeShares(spec.offsets, self.layout) for of, spec in manifest.nodes.items()}
+        self.shares = {of: _NodeShares(spec.offsets, self.layout) for of, spec in manifest.nodes.items()}
         self._tables = RelabelTables(manifest)
 
     @torch.no_grad()
     def run_sampled(
-        self, seed_rows: Callable[[Any], TypeRows], targets: Sequence[NodeType], settings: LoaderSettings
+        self, seed_rows: Callable[[Any], _TypeRows], targets: Sequence[NodeType], settings: LoaderSettings
     ) -> LayerResults:
         """Compute the output of a model for every node of the types ``targets``, on sampled neighbours. Collective.
 
@@ -304,7 +304,7 @@ class WholeGraph:
         return LayerRows(self.shares[of], np.empty((0, 0), np.float32) if rows is None else rows)
 
     def _compute(
-        self, stack: LayerStack, number: int, need: LayerNeed, chunk: NodeChunk, before: LayerResults
+        self, stack: LayerStack, number: int, need: LayerNeed, chunk: _NodeChunk, before: LayerResults
     ) -> Mapping[NodeType, Tensor]:
         device = self.group.device
         if number == 0:
@@ -319,10 +319,10 @@ class WholeGraph:
                 degree[of] = torch.from_numpy(np.asarray(columns[LOOPLESS_DEGREE])).to(device)
         return stack.layer(number, blocks, rows, chunk.num_dst, degree)
 
-    def _chunk(self, of: NodeType, ids: Ids, need: LayerNeed, hop: int) -> NodeChunk:
+    def _chunk(self, of: NodeType, ids: Ids, need: LayerNeed, hop: int) -> _NodeChunk:
         num_dst = {other: len(ids) if other == of else 0 for other in self.shares}
         if not need.edge_types:
-            return NodeChunk({of: ids}, {}, num_dst)
+            return _NodeChunk({of: ids}, {}, num_dst)
         specs = self.graph.manifest.edges
         weight = self.weight if any(self.weight in specs[of].attrs for of in need.edge_types) else None
         settings = SampleSettings(
@@ -337,7 +337,7 @@ class WholeGraph:
         found = sample_multi_hop(self.graph.access, self.graph.manifest, seeds, settings, 0, self._tables)
         attrs = self._edge_rows(found, need)
         blocks = {edge_type: block_of(found, edge_type, 0, attrs) for edge_type in need.edge_types}
-        return NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
+        return _NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
 
     def _edge_rows(self, found: SampledSubgraph, need: LayerNeed) -> dict[EdgeType, Tensor]:
         every = edge_columns(self.graph.manifest, self.edge_attr)
@@ -347,7 +347,7 @@ class WholeGraph:
         answers = self.graph.access.gather(wanted)
         return {of: edge_rows(rows, columns[of]) for of, rows in zip(columns, answers, strict=True)}
 
-    def _features(self, chunk: NodeChunk) -> HeteroBatch:
+    def _features(self, chunk: _NodeChunk) -> HeteroBatch:
         specs = self.graph.manifest.nodes
         wanted = [
             RowRequest(of, ids, ("orig_id", *(["x"] if "x" in specs[of].attrs else []), *self.categories.get(of, ())))
@@ -367,7 +367,7 @@ class WholeGraph:
     def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
         ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
         for piece in self.shares[of].own(self.group.rank):
-            cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * EDGES_PER_NODE)
+            cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * _EDGES_PER_NODE)
             number = np.floor(np.cumsum(cost) - cost / 2).astype(np.int64)
             cuts = np.flatnonzero(np.diff(number)) + 1
             yield from np.split(np.arange(piece.first, piece.last), cuts)

@@ -174,7 +174,7 @@ class LinkEmbeddings:
         ids, best = best_targets(own, self.target, num_targets, count, self._left_out(seen), self)
         return original_ids(self.graph, self.ends[1], ids), best
 
-    def _left_out(self, seen: Ids, itself: bool = True, among: EdgeType | None = None) -> Marked:
+    def _left_out(self, seen: Ids, itself: bool = True, among: EdgeType | None = None) -> _Marked:
         """Return a function like ``_linked`` that, unless there is ``among``, adds the pairs in ``seen``."""
         _, rows, targets = self._own(seen)
 
@@ -233,7 +233,7 @@ class Links:
     counts: Array  #: bool [n]; others are only known, and left out of ``RankedLinks.filtered``
 
 
-class Scoring(Protocol):
+class _Scoring(Protocol):
     """How queries are compared with the rows of targets."""
 
     def pair_scores(self, queries: Tensor, rows: Tensor) -> Tensor: ...
@@ -249,11 +249,11 @@ class DotProducts:
 
 
 #: Returns pairs of a query and of a target, by position in a block of consecutive global ids of targets.
-Marked: TypeAlias = Callable[[Ids], tuple[Ids, Ids]]
+_Marked: TypeAlias = Callable[[Ids], tuple[Ids, Ids]]
 
 
 def rank_links(
-    links: Links, rows: LayerRows, num_targets: int, marked: Marked, *, listed: bool, score: Scoring
+    links: Links, rows: LayerRows, num_targets: int, marked: _Marked, *, listed: bool, score: _Scoring
 ) -> RankedLinks:  # fmt: skip
     """Rank each link among all targets, by the scores of its query, less the pairs that are ``marked``. Collective.
 
@@ -292,7 +292,7 @@ def rank_links(
 
 
 def best_targets(
-    queries: Tensor, rows: LayerRows, num_targets: int, count: int, marked: Marked, score: Scoring
+    queries: Tensor, rows: LayerRows, num_targets: int, count: int, marked: _Marked, score: _Scoring
 ) -> tuple[Array, Array]:  # fmt: skip
     """Return the ``count`` targets with the highest scores of each query, best first, less those marked. Collective.
 

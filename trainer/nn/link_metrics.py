@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HITS = (1, 3, 10, 50)
+_HITS = (1, 3, 10, 50)
 
 
 def ranks(positive: Tensor, negative: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class LinkSums:
         ```
     """
 
-    def __init__(self, hits: Sequence[int] = HITS, device: torch.device | None = None):
+    def __init__(self, hits: Sequence[int] = _HITS, device: torch.device | None = None):
         self.hits = tuple(hits)
         self.sums = torch.zeros(4 + len(self.hits), dtype=torch.float64, device=device)
 

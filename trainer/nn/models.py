@@ -107,7 +107,7 @@ class BlockModel(nn.Module):
         return {HOMO_NODE: h if number + 1 == len(self.layers) else FUNCTIONS[self.activation](h)}
 
 
-Builder = Callable[[ModelSettings, int, int, int], nn.Module]
+_Builder = Callable[[ModelSettings, int, int, int], nn.Module]
 
 
 def sage(settings: ModelSettings, in_dim: int, num_classes: int, edge_dim: int = 0) -> nn.Module:
@@ -141,10 +141,10 @@ def _block_model(settings: ModelSettings, layers: Sequence[nn.Module], needs_deg
     )
 
 
-HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Module]
+_HeteroBuilder = Callable[[ModelSettings, GraphFacts, Embeddings | None], nn.Module]
 
 
-def _of_types(name: str) -> HeteroBuilder:
+def _of_types(name: str) -> _HeteroBuilder:
     # The import takes seconds, so the builder imports when it is called.
     def build(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddings | None) -> nn.Module:
         from trainer.nn.hetero_models import BUILDERS, HeteroShape
@@ -174,10 +174,10 @@ def token_transformer(settings: ModelSettings, facts: GraphFacts, embeddings: Em
 #: Models that read edge features.
 
 #: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes, edge_dim).
-HOMO_MODELS: dict[str, Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
+HOMO_MODELS: dict[str, _Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
 
 #: Models of graphs with any number of types, by name; a builder takes (settings, facts, embeddings).
-HETERO_MODELS: dict[str, HeteroBuilder] = {
+HETERO_MODELS: dict[str, _HeteroBuilder] = {
     name: _of_types(name) for name in ("rgcn", "hgt", "rsage", "lightgcn", "embedding")
 }
 HETERO_MODELS["token-transformer"] = token_transformer

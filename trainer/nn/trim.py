@@ -26,10 +26,10 @@ from trainer.nn.hetero_layers import NodeTensors
 
 Counts = list[int]  #: sampled per hop
 
-EdgeTensors = dict[EdgeType, Tensor]
+_EdgeTensors = dict[EdgeType, Tensor]
 
 #: Convolutions that normalise by the degrees of an edge's source and target, unless ``normalize`` is False.
-BY_DEGREES = (pyg.GCNConv, pyg.GCN2Conv, pyg.LGConv, pyg.FAConv, pyg.PDNConv, pyg.DNAConv)
+_BY_DEGREES = (pyg.GCNConv, pyg.GCN2Conv, pyg.LGConv, pyg.FAConv, pyg.PDNConv, pyg.DNAConv)
 
 #: Convolutions that read several hops, or other edges than the in-edges.
 FURTHER = (
@@ -288,7 +288,7 @@ class TrimmedHetero(nn.Module):
                 rows = {of: functional.dropout(h, self.dropout, self.training) for of, h in rows.items()}
         return rows
 
-    def _needed(self, number: int, rows: NodeTensors, indices: EdgeTensors, attrs: EdgeTensors | None) -> Any:
+    def _needed(self, number: int, rows: NodeTensors, indices: _EdgeTensors, attrs: _EdgeTensors | None) -> Any:
         if self.target is None:
             return rows, indices, attrs
         need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - number)[0]
@@ -324,7 +324,7 @@ def by_degrees(model: nn.Module, verb: str) -> list[str]:
             why = "the rows of all nodes that it is given"
         else:
             symmetric = isinstance(layer, pyg.EGConv) and "symnorm" in layer.aggregators
-            if symmetric or (isinstance(layer, BY_DEGREES) and layer.normalize):
+            if symmetric or (isinstance(layer, _BY_DEGREES) and layer.normalize):
                 found.append(name)
             continue
         raise SettingsError(f"{name} cannot be {verb}: its result for a node depends on {why}; use the whole graph")

@@ -19,17 +19,17 @@ from torch import nn
 from trainer.core.errors import SettingsError
 
 #: Arguments of a constructor that the trainer knows; a class gets those that its signature names.
-CONSTRUCTOR_NAMES = (
+_CONSTRUCTOR_NAMES = (
     "in_channels", "hidden_channels", "out_channels", "num_layers", "metadata", "edge_dim", "dropout", "heads", "deg",
 )  # fmt: skip
 
 #: Arguments of ``forward`` for a graph with one type of nodes and edges.
-PLAIN_NAMES = (
+_PLAIN_NAMES = (
     "x", "edge_index", "edge_weight", "edge_attr", "batch_size", "num_sampled_nodes", "num_sampled_edges",
 )  # fmt: skip
 
 #: Arguments of ``forward`` for a graph with types: mappings by node type or edge type.
-TYPED_NAMES = (
+_TYPED_NAMES = (
     "x_dict", "edge_index_dict", "edge_weight_dict", "edge_attr_dict", "batch_size", "num_sampled_nodes_dict",
     "num_sampled_edges_dict",
 )  # fmt: skip
@@ -191,7 +191,7 @@ def constructor_args(cls: type[nn.Module], offered: Mapping[str, Any], given: Ma
         raise SettingsError(f"model_args: {cls.__name__} has no argument {unknown[0]!r}; it has {known}")
     named = {*parameters, *_of_convolution(cls)}
     if any_name and not any(base.__module__.startswith("torch_geometric.") for base in cls.__mro__):
-        named.update(CONSTRUCTOR_NAMES)  # torch_geometric's models pass them on to convolutions, which take others
+        named.update(_CONSTRUCTOR_NAMES)  # torch_geometric's models pass them on to convolutions, which take others
     found = {name: value for name, value in offered.items() if name in named and value is not None} | dict(given)
     required = [
         name for name, each in _parameters(cls).items()
@@ -202,7 +202,7 @@ def constructor_args(cls: type[nn.Module], offered: Mapping[str, Any], given: Ma
     if missing:
         raise SettingsError(
             f"model: {cls.__name__} needs the argument {missing[0]!r}, which the trainer does not know; give it in "
-            f"model_args, or use one of {', '.join(CONSTRUCTOR_NAMES)}"
+            f"model_args, or use one of {', '.join(_CONSTRUCTOR_NAMES)}"
         )
     if absent := [name for name in required if name not in found]:
         hint = "; set edge_attr to an edge attribute" if absent[0] == "edge_dim" else ""
@@ -243,7 +243,7 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def forward_names(cls: type[nn.Module]) -> tuple[str, ...]:
-    """Return the arguments of ``forward`` that the trainer passes: of ``PLAIN_NAMES`` or ``TYPED_NAMES``, or ``batch``.
+    """Return the arguments of ``forward`` that the trainer passes: plain names, names of typed graphs, or ``batch``.
 
     Raises ``SettingsError`` for a required argument that the trainer does not know.
     """
@@ -254,11 +254,11 @@ def forward_names(cls: type[nn.Module]) -> tuple[str, ...]:
     if required == ["batch"]:
         return ("batch",)
     names = [each.name for each in values]
-    known = TYPED_NAMES if {"x_dict", "edge_index_dict"} & set(names) else PLAIN_NAMES
+    known = _TYPED_NAMES if {"x_dict", "edge_index_dict"} & set(names) else _PLAIN_NAMES
     if missing := [name for name in required if name not in known]:
         raise SettingsError(
             f"model: forward of {cls.__name__} needs the argument {missing[0]!r}, which the trainer does not know; it "
-            f"passes {', '.join(PLAIN_NAMES)}, for typed graphs {', '.join(TYPED_NAMES)}, or `batch` alone"
+            f"passes {', '.join(_PLAIN_NAMES)}, for typed graphs {', '.join(_TYPED_NAMES)}, or `batch` alone"
         )
     if not set(names) & {"x", "x_dict", "edge_index", "edge_index_dict"}:
         raise SettingsError(f"model: forward of {cls.__name__} has no argument x and edge_index, x_dict and "
@@ -269,7 +269,7 @@ def forward_names(cls: type[nn.Module]) -> tuple[str, ...]:
 def check_class(model: str, model_args: Mapping[str, Any], folders: Sequence[Path] = ()) -> None:
     """Check that the trainer can make and call the class ``model``, without a graph. Raises ``SettingsError``."""
     cls = load_class(model, folders)
-    constructor_args(cls, dict.fromkeys(CONSTRUCTOR_NAMES, 1), model_args)
+    constructor_args(cls, dict.fromkeys(_CONSTRUCTOR_NAMES, 1), model_args)
     forward_names(cls)
 
 

@@ -31,10 +31,10 @@ from trainer.own.unrolled import differ_by_depth, unrolled
 
 Rows = dict[NodeType, Tensor]
 
-SELF = "gnnfleet_self"  #: relation of the edges that ``to_hetero`` needs at types without in-edges
+_SELF = "gnnfleet_self"  #: relation of the edges that ``to_hetero`` needs at types without in-edges
 
 
-class OwnSettings(ModelSettings, Protocol):
+class _OwnSettings(ModelSettings, Protocol):
     """Settings from which a user's model is built. ``TrainSettings`` implements this protocol."""
 
     @property
@@ -98,7 +98,7 @@ class OwnModel(nn.Module):
             device = next(iter(rows.values())).device
             return {of: torch.zeros(0, self.outputs, device=device) + nothing for of in self.targets}
         if self._drops is not None and not self.call.on_blocks:  # not the test batch
-            read = [of for of in self.call.edge_types if of[1] != SELF]
+            read = [of for of in self.call.edge_types if of[1] != _SELF]
             if self.by_depth or (self.other_fanouts and differ_by_depth(typed, read)):
                 typed, rows = unrolled(typed, rows, read)
         arguments = self._arguments(typed, rows)
@@ -214,7 +214,7 @@ class OwnModel(nn.Module):
         outer = {of: block for of, block in batch.blocks[0].items() if of in call.edge_types}  # has all edges
         indices = {of: edge_index_of(block) for of, block in outer.items()}
         for of in call.edge_types:
-            if of[1] == SELF:
+            if of[1] == _SELF:
                 indices[of] = torch.arange(len(rows[of[0]]), device=rows[of[0]].device).expand(2, -1)
         nodes = {of: _steps(batch.num_nodes[of]) for of in call.node_types}
         edges: dict[EdgeType, list[int]] = {}
@@ -331,7 +331,7 @@ def _as_pyg(found: Mapping[str, Any], typed: bool, batch: HeteroBatch) -> Data |
 
 
 def build_own(
-    settings: OwnSettings, facts: GraphFacts, embeddings: Embeddings | None, folders: Sequence[Path] = ()
+    settings: _OwnSettings, facts: GraphFacts, embeddings: Embeddings | None, folders: Sequence[Path] = ()
 ) -> OwnModel:  # fmt: skip
     """Construct the class that ``settings.model`` names, on the CPU, and run it once on a small batch.
 
@@ -352,7 +352,7 @@ def build_own(
 
 
 def _built(
-    settings: OwnSettings, facts: GraphFacts, embeddings: Embeddings | None, cls: type[nn.Module]
+    settings: _OwnSettings, facts: GraphFacts, embeddings: Embeddings | None, cls: type[nn.Module]
 ) -> OwnModel:  # fmt: skip
     names, layers = forward_names(cls), len(settings.fanouts)
     direct = takes_types(cls, facts.hetero)
@@ -362,7 +362,7 @@ def _built(
     converted = typed and not direct
     if converted:
         ends = {of[2] for of in edges}
-        edges = (*edges, *((of, SELF, of) for of in types if of not in ends))
+        edges = (*edges, *((of, _SELF, of) for of in types if of not in ends))
         inputs: InputRows | None = InputRows(facts, types, settings.hidden, embeddings)
     else:
         inputs = None

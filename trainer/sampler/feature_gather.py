@@ -25,11 +25,11 @@ from trainer.store.row_cache import RowCache
 
 HELD_BATCHES = 2  #: number of batches whose answers are held
 
-MOST_ANSWERS = 16  #: largest number of held answers with the same type and attributes
+_MOST_ANSWERS = 16  #: largest number of held answers with the same type and attributes
 
 MOST_BYTES = 1 << 28  #: largest size in bytes of the held answers with the same type and attributes
 
-ColumnKey = tuple[AnyType, tuple[str, ...]]  #: a type and names of its attributes
+_ColumnKey = tuple[AnyType, tuple[str, ...]]  #: a type and names of its attributes
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class HostRows:
 
 
 @dataclass(frozen=True)
-class HeldAnswers:
+class _HeldAnswers:
     """Answers of other hosts for one type and set of attributes, kept for later batches.
 
     The oldest answer is first.
@@ -62,13 +62,13 @@ class HeldRows:
     def __init__(self, batches: int = HELD_BATCHES):
         self._batches = batches
         self._lock = threading.Lock()
-        self._answers: dict[ColumnKey, HeldAnswers] = {}
-        self._needed: dict[ColumnKey, deque[int]] = {}  #: rows of other hosts that each of the last batches needed
+        self._answers: dict[_ColumnKey, _HeldAnswers] = {}
+        self._needed: dict[_ColumnKey, deque[int]] = {}  #: rows of other hosts that each of the last batches needed
 
-    def of(self, columns: ColumnKey) -> HeldAnswers:
-        return self._answers.get(columns, HeldAnswers())
+    def of(self, columns: _ColumnKey) -> _HeldAnswers:
+        return self._answers.get(columns, _HeldAnswers())
 
-    def add(self, columns: ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
+    def add(self, columns: _ColumnKey, needed: int, answers: Sequence[HostRows]) -> None:
         """Keep the answers that other hosts sent for a batch. ``needed``: number of remote rows in the batch."""
         if self._batches == 0 or needed == 0:
             return
@@ -82,19 +82,19 @@ class HeldRows:
             self._answers, self._needed = {}, {}
 
 
-def _with_more(held: HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> HeldAnswers:
+def _with_more(held: _HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> _HeldAnswers:
     every = (*held.answers, *answers)
     found = _newest(every, most_rows)
     if not found:
-        return HeldAnswers()
+        return _HeldAnswers()
     if len(found) == len(every):
         index = held.index.with_more([answer.ids for answer in answers]) if answers else held.index
     else:
         index = None
     index = index or IdIndex.of([answer.ids for answer in found])
-    while len(found) > MOST_ANSWERS:
+    while len(found) > _MOST_ANSWERS:
         found = _joined(found)
-    return HeldAnswers(found, replace(index, ends=IdIndex.ends_of([answer.ids for answer in found])))
+    return _HeldAnswers(found, replace(index, ends=IdIndex.ends_of([answer.ids for answer in found])))
 
 
 def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
@@ -124,7 +124,7 @@ class GatherPiece:
     """
 
     ids: Ids  #: int64 [n]
-    columns: ColumnKey
+    columns: _ColumnKey
     out: Columns  #: columns to be filled
     own: Mapping[int, RowPlacement]  #: rows of own parts, by part
     asked: Mapping[int, npt.NDArray[np.int32]]  #: positions of the rows to request, by node rank
@@ -163,7 +163,7 @@ class GatherPlan:
 
     def __init__(self, local: LocalGraph, hosts: Array, cache: RowCache | None, held: HeldRows):
         self._local, self._cache, self._held = local, cache, held
-        self._codes = SourceCodes(local.store.manifest.num_parts, MOST_ANSWERS)
+        self._codes = SourceCodes(local.store.manifest.num_parts, _MOST_ANSWERS)
         self._near = self._codes.of_parts(hosts, HERE)
         everywhere = hosts.copy()
         everywhere[1:-1] = HERE
@@ -192,7 +192,7 @@ class GatherPlan:
     def _piece(self, request: RowRequest, out: Columns, group: int, counts: bool) -> GatherPiece:
         columns = request.of, tuple(out)
         keeps = group > 0 and isinstance(request.of, str) and any(values.ndim > 1 for values in out.values())
-        held = self._held.of(columns) if keeps else HeldAnswers()
+        held = self._held.of(columns) if keeps else _HeldAnswers()
         kept = self._cache.types[request.of] if group == 1 and self._cache and isinstance(request.of, str) else None
         placed = self._places(request, group == 0, None if kept is None else kept.slots, held.index)
         first = self._codes.held(0)

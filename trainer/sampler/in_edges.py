@@ -30,7 +30,7 @@ _LITTLE_MEMORY = 4 << 30  #: bytes that are available if nobody knows how many
 
 _EDGES_AT_ONCE = 1 << 22  #: edges of the rows that are requested at once: servers limit the size of an answer
 
-_KEPT = 2  #: number of ``InEdges`` of a graph, those used last
+_KEPT = 2  #: number of ``_InEdges`` of a graph, those used last
 
 ALWAYS = np.iinfo(np.int64).min  #: time of edges without one
 
@@ -67,7 +67,7 @@ class Walked:
     time: TimeRule | None
 
 
-class InEdges:
+class _InEdges:
     """The in-edges of one graph that ``walked`` describes. Thread-safe."""
 
     def __init__(self, store: PartStore, walked: Walked):
@@ -238,16 +238,16 @@ class InEdges:
 
 
 class InEdgesOf:
-    """The ``InEdges`` of a graph that were used last. Thread-safe."""
+    """The ``_InEdges`` of a graph that were used last. Thread-safe."""
 
     def __init__(self, store: PartStore):
         self._store, self._lock = store, threading.Lock()
-        self._made: OrderedDict[Walked, InEdges] = OrderedDict()
+        self._made: OrderedDict[Walked, _InEdges] = OrderedDict()
 
-    def __call__(self, walked: Walked) -> InEdges:
+    def __call__(self, walked: Walked) -> _InEdges:
         with self._lock:
             if walked not in self._made:
-                self._made[walked] = InEdges(self._store, walked)
+                self._made[walked] = _InEdges(self._store, walked)
             self._made.move_to_end(walked)
             while len(self._made) > _KEPT:
                 self._made.popitem(last=False)

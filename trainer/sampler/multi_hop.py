@@ -34,7 +34,7 @@ from trainer.sampler.types import (
 )
 
 
-class NodeTables(Protocol):
+class _NodeTables(Protocol):
     """Maps global ids to batch positions: ``RelabelTables``, or tables on a device."""
 
     ops: ArrayOps  #: for the arrays of requests, answers and subgraphs
@@ -53,7 +53,7 @@ class HopSource(Protocol):
 
 
 def sample_multi_hop(
-    graph: HopSource, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: NodeTables,
+    graph: HopSource, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: _NodeTables,
     orig_edges: Collection[EdgeType] = (),
 ) -> SampledSubgraph:  # fmt: skip
     """Sample a subgraph around ``seeds``, which has numpy arrays.
@@ -139,7 +139,7 @@ class _HopQuery:
 
 class _SubgraphGrowth:
     def __init__(
-        self, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: NodeTables,
+        self, schema: GraphSchema, seeds: SeedSet, settings: SampleSettings, key: int, tables: _NodeTables,
         orig_edges: Collection[EdgeType],
     ):  # fmt: skip
         self._orig_edges, self._schema, self._settings, self._seeds, self._key = (

@@ -21,7 +21,7 @@ from trainer.wire.columns import Column, FormOf, restored, rounded
 from trainer.wire.frames import MAX_ARRAYS, Kind, Message
 from trainer.wire.request import A, Body, Request, check_ids, narrowed, pack, widened_ids
 
-MAX_ROWS = 1 << 25  #: nodes, excluded edges and allowed sources of all sample requests of a message
+_MAX_ROWS = 1 << 25  #: nodes, excluded edges and allowed sources of all sample requests of a message
 
 _MAX_FANOUT = (1 << 31) - 1  # counts are int32
 
@@ -105,9 +105,9 @@ class SampleHops(GraphRequest[list[HopSample]], frozen=True):
             if one.sources is not None and np.any(one.sources[1:] < one.sources[:-1]):
                 raise WireError("the allowed sources of a request are not in ascending order")
             rows += sum(len(ids) for ids in (one.nodes, one.exclude and one.exclude[0], one.sources) if ids is not None)
-            if rows > MAX_ROWS:  # many requests may refer to the same array
+            if rows > _MAX_ROWS:  # many requests may refer to the same array
                 raise WireError(
-                    f"the requests have more than {MAX_ROWS} nodes and excluded edges; ask for fewer at once"
+                    f"the requests have more than {_MAX_ROWS} nodes and excluded edges; ask for fewer at once"
                 )
         if sum(2 + one.with_edge for one in self.requests) > MAX_ARRAYS:
             raise WireError(f"a reply to {len(self.requests)} requests would have more than {MAX_ARRAYS} arrays")

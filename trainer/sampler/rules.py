@@ -22,7 +22,7 @@ from trainer.sampler.types import GraphSchema, SampleSettings
 from trainer.store.manifest import EdgeSpec, NodeSpec
 
 #: Lowest ``alpha * eps``: the push of a seed looks at up to 1 / (alpha * eps) edges.
-LEAST_PUSH = 1e-7
+_LEAST_PUSH = 1e-7
 
 MOST_CHOSEN = 1 << 12  #: neighbours of a seed
 
@@ -30,15 +30,15 @@ MOST_STEPS = 1 << 16  #: of all walks of a seed
 
 
 @dataclass(frozen=True)
-class RuleSchema:
+class _RuleSchema:
     """The schema of a graph whose edges are those of a rule."""
 
     nodes: Mapping[NodeType, NodeSpec]
     edges: Mapping[EdgeType, EdgeSpec]
 
 
-def rule_schema(schema: GraphSchema, edge_types: Iterable[EdgeType]) -> RuleSchema:
-    return RuleSchema(schema.nodes, {of: EdgeSpec(0, (0,), {}, (), 0.0) for of in edge_types})
+def rule_schema(schema: GraphSchema, edge_types: Iterable[EdgeType]) -> _RuleSchema:
+    return _RuleSchema(schema.nodes, {of: EdgeSpec(0, (0,), {}, (), 0.0) for of in edge_types})
 
 
 def rule_edges(rule: Rule, schema: GraphSchema, targets: Collection[NodeType], num_layers: int) -> list[EdgeType]:
@@ -100,9 +100,9 @@ def check_rule(schema: GraphSchema, rule: Rule, targets: Collection[NodeType]) -
             raise SettingsError(f"ppr: direction must be in, out, both or None, not {rule.direction!r}")
         if not 0 < rule.alpha < 1 or not 0 < rule.eps < 1:
             raise SettingsError(f"ppr: alpha {rule.alpha:g} and eps {rule.eps:g}; both must be above 0 and below 1")
-        if rule.alpha * rule.eps < LEAST_PUSH:
+        if rule.alpha * rule.eps < _LEAST_PUSH:
             raise SettingsError(
-                f"ppr: alpha {rule.alpha:g} times eps {rule.eps:g} is below {LEAST_PUSH:g}: a seed could look at"
+                f"ppr: alpha {rule.alpha:g} times eps {rule.eps:g} is below {_LEAST_PUSH:g}: a seed could look at"
                 f" {1 / (rule.alpha * rule.eps):.1g} edges; use a larger eps"
             )
         _check_direction(rule, schema)

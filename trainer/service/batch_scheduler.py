@@ -55,7 +55,7 @@ class SchedulerStatus:
 
 
 @dataclass(eq=False)
-class ClientQueue(Generic[Work]):
+class _ClientQueue(Generic[Work]):
     """The requests and buffered replies of one client. Callers must hold the lock of the scheduler."""
 
     name: ClientName
@@ -139,7 +139,7 @@ class ClientQueue(Generic[Work]):
 
 MAX_QUEUED = 64  #: waiting requests per client
 
-MAX_QUEUED_BYTES = 64 << 20  #: bytes of waiting requests per client
+_MAX_QUEUED_BYTES = 64 << 20  #: bytes of waiting requests per client
 
 MAX_CLIENTS = 4096
 
@@ -160,8 +160,8 @@ class BatchScheduler(Generic[Work]):
     def __init__(self, buffer_limit: int, clock: Callable[[], float] = time.monotonic):
         self._limit, self._clock = buffer_limit, clock
         self._changed = threading.Condition()
-        self._clients: dict[int, ClientQueue[Work]] = {}
-        self._busy: dict[int, ClientQueue[Work]] = {}  # the clients with work, by number
+        self._clients: dict[int, _ClientQueue[Work]] = {}
+        self._busy: dict[int, _ClientQueue[Work]] = {}  # the clients with work, by number
         self._largest: deque[int] = deque(maxlen=_RECENT)  # bytes of the last batches of all clients
         self._client_of: dict[Peer, int] = {}  # client of each connection with work
         self._others: FairQueue[ScheduledRequest[Work]] = FairQueue()
@@ -285,7 +285,7 @@ class BatchScheduler(Generic[Work]):
         if client is None:
             return refusal
         client.heard = self._clock()
-        if len(client.queue) >= MAX_QUEUED or client.queued_bytes + job.size > MAX_QUEUED_BYTES:
+        if len(client.queue) >= MAX_QUEUED or client.queued_bytes + job.size > _MAX_QUEUED_BYTES:
             return f"{len(client.queue)} batches of this client ({client.name.name}) are already waiting"
         client.acknowledge_sent(job.peer)
         if not client.queue:
@@ -295,7 +295,7 @@ class BatchScheduler(Generic[Work]):
         self._client_of[job.peer] = client.name.number
         return None
 
-    def _client_for(self, job: ScheduledRequest[Work]) -> tuple[ClientQueue[Work] | None, str]:
+    def _client_for(self, job: ScheduledRequest[Work]) -> tuple[_ClientQueue[Work] | None, str]:
         assert job.client is not None
         number = job.client.number
         if self._client_of.get(job.peer, number) != number:
@@ -306,7 +306,7 @@ class BatchScheduler(Generic[Work]):
                 if idle is None:
                     return None, f"{MAX_CLIENTS} clients already have pending requests"
                 del self._clients[idle]
-            self._clients[number] = ClientQueue(job.client, self._virtual, self._clock())
+            self._clients[number] = _ClientQueue(job.client, self._virtual, self._clock())
         return self._clients[number], ""
 
     def _choose(self) -> ScheduledRequest[Work] | None:
@@ -342,11 +342,11 @@ class BatchScheduler(Generic[Work]):
         ends = [one.blocked_since + PATIENCE - now for one in self._busy.values() if one.blocked_since is not None]
         return min((left for left in ends if left > 0), default=threading.TIMEOUT_MAX)
 
-    def _client_at(self, peer: Peer) -> ClientQueue[Work] | None:
+    def _client_at(self, peer: Peer) -> _ClientQueue[Work] | None:
         number = self._client_of.get(peer)
         return None if number is None else self._clients[number]
 
-    def _update(self, client: ClientQueue[Work], peer: Peer) -> None:
+    def _update(self, client: _ClientQueue[Work], peer: Peer) -> None:
         if not client.has_work(peer):
             self._client_of.pop(peer, None)
         if client.idle:

@@ -28,7 +28,7 @@ from trainer.service.service_keys import ServiceKeys, is_pinned
 from trainer.service.stream import WOULD_BLOCK, MessageReader, MessageWriter
 from trainer.wire.frames import MAX_MESSAGE, Kind, Message, decode, encode
 
-SLICE = 0.1  #: seconds after which a waiting thread checks for ``close()`` and for changes of the connection
+_SLICE = 0.1  #: seconds after which a waiting thread checks for ``close()`` and for changes of the connection
 
 GONE_AFTER = 3.0  #: seconds without a connection until a replica is used; half of that if the host refuses connections
 
@@ -121,14 +121,14 @@ class Channel:
         """Wait for the reply to ``call`` until the time ``until`` of ``time.monotonic()``.
 
         Returns None if no reply arrives or the server is unreachable. A keep-alive or bytes of a reply restart the time
-        limit. ``check`` is called at least every ``SLICE`` seconds, and may raise an error to end the wait.
+        limit. ``check`` is called at least every ``_SLICE`` seconds, and may raise an error to end the wait.
         """
         deadline = until - time.monotonic()
         while call.reply is None:
             check()
             last = min(max(until, self._heard_at + deadline), until + (_LONGEST - 1) * deadline)
             left = last - time.monotonic()
-            patience = max(0.0, min(left, SLICE))
+            patience = max(0.0, min(left, _SLICE))
             if self.lock.acquire(timeout=patience):
                 try:
                     received = call.reply is not None or self._receive(patience)
@@ -150,7 +150,7 @@ class Channel:
                 self._step()
 
     def close(self) -> None:
-        """Close the connection. Threads that wait for a reply notice this within ``SLICE`` seconds."""
+        """Close the connection. Threads that wait for a reply notice this within ``_SLICE`` seconds."""
         with self.lock:
             self._closed = True
             self._drop()

@@ -32,9 +32,9 @@ _ROW = 1 << 10  #: assumed bytes of a row until one has been received
 
 
 #: bytes per row of past replies, by type and attributes
-RowSizes = dict[tuple[AnyType, tuple[str, ...]], int]
+_RowSizes = dict[tuple[AnyType, tuple[str, ...]], int]
 
-RowSlice = tuple[int, int, int]  #: index of a request, and the begin and end of some of its rows
+_RowSlice = tuple[int, int, int]  #: index of a request, and the begin and end of some of its rows
 
 
 class RowsInPieces:
@@ -47,13 +47,13 @@ class RowsInPieces:
         self,
         requests: Sequence[RowRequest],
         submit: Callable[[Gather], PendingAnswer[list[Mapping[str, Array]]]],
-        sizes: RowSizes,
+        sizes: _RowSizes,
     ):
         self.received = 0  #: bytes received so far
         self._requests, self._submit, self._sizes = requests, submit, sizes
         widest = max((sizes.get((request.of, request.attrs), _ROW) for request in requests), default=_ROW)
         self._waiting = deque(cut_requests(requests, max(1, PIECE // widest)))
-        self._under_way: deque[tuple[list[RowSlice], PendingAnswer[Any]]] = deque()
+        self._under_way: deque[tuple[list[_RowSlice], PendingAnswer[Any]]] = deque()
         self._found: list[dict[str, Array]] = [{} for _ in requests]
         self._request_more()
 
@@ -98,9 +98,9 @@ class RowsInPieces:
         whole[begin : begin + len(values)] = values
 
 
-def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[RowSlice]]:
+def cut_requests(requests: Sequence[RowRequest], most: int) -> Iterator[list[_RowSlice]]:
     """Cut requests, in order, into pieces of at most ``most`` rows. A request without rows has an empty slice."""
-    piece: list[RowSlice] = []
+    piece: list[_RowSlice] = []
     room = most
     for number, request in enumerate(requests):
         begin, count = 0, len(request.ids)
@@ -174,7 +174,7 @@ class HostClient(GraphAccess):
         self.deadline = deadline  #: seconds that a reply may take
         self._keys, self._gone_after = keys, gone_after
         self._flags = Flag(Flag.ROUTE * route | FLAG_OF[wire_rows])
-        self._row_sizes: RowSizes = {}
+        self._row_sizes: _RowSizes = {}
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._own = threading.local()

@@ -45,9 +45,9 @@ from trainer.wire.columns import FormOf, form_of
 from trainer.wire.frames import Flag, Kind, Message
 from trainer.wire.request import Request
 
-MAX_SHORT_ANSWER = 128 << 20  #: bytes of a reply other than a batch; clients request more in pieces
+_MAX_SHORT_ANSWER = 128 << 20  #: bytes of a reply other than a batch; clients request more in pieces
 
-MAX_SAMPLE = 2 * MAX_SHORT_ANSWER  #: bytes of a reply with sampled neighbours
+_MAX_SAMPLE = 2 * _MAX_SHORT_ANSWER  #: bytes of a reply with sampled neighbours
 
 MAX_LOOKS = 1 << 29  #: edges that a request may make the server look at; some seconds of work
 
@@ -113,9 +113,9 @@ class BoundedGraph(GraphAccess):
         return self._graph.gather(requests)
 
     def has_edges(self, edge_type: EdgeType, src: Ids, dst: Ids) -> npt.NDArray[np.bool_]:
-        if (size := _PAIR_BYTES * len(src)) > MAX_SAMPLE:
+        if (size := _PAIR_BYTES * len(src)) > _MAX_SAMPLE:
             raise ServiceError(
-                f"{len(src)} pairs take {size} bytes while they are looked up, over the limit of {MAX_SAMPLE}; "
+                f"{len(src)} pairs take {size} bytes while they are looked up, over the limit of {_MAX_SAMPLE}; "
                 "ask for fewer pairs at once"
             )
         return self._graph.has_edges(edge_type, src, dst)
@@ -250,7 +250,7 @@ class Handlers:
         """``routed``: access to the whole graph; None: this server answers from its own parts only."""
         self._routed = routed
         self._graph, self._info, self._stats, self._topology = graph, info, stats, topology
-        self._limit, self._sample_limit = min(limit, MAX_SHORT_ANSWER), min(limit, MAX_SAMPLE)
+        self._limit, self._sample_limit = min(limit, _MAX_SHORT_ANSWER), min(limit, _MAX_SAMPLE)
         self._batch_limit = limit
         self._sampler: SubgraphSampler | None = None
 

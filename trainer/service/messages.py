@@ -133,9 +133,9 @@ def alive() -> Message:
 
 MAX_SEEDS = 1 << 20  #: largest number of seeds of one batch, over all types
 
-MAX_HOPS = 64
+_MAX_HOPS = 64
 
-MAX_CLIENT_NAME = 200  #: characters
+_MAX_CLIENT_NAME = 200  #: characters
 
 _FANOUT_LIMIT = 1 << 31
 
@@ -161,9 +161,9 @@ class BatchRequest(Request[SampledBatch], frozen=True):
 
     def check(self) -> None:
         work, client, seeds = self.work, self.client, self.work.seeds
-        if len(client.name) > MAX_CLIENT_NAME or not client.name.isprintable():
+        if len(client.name) > _MAX_CLIENT_NAME or not client.name.isprintable():
             raise WireError(
-                f"the client's name has {len(client.name)} characters, expected at most {MAX_CLIENT_NAME}, all "
+                f"the client's name has {len(client.name)} characters, expected at most {_MAX_CLIENT_NAME}, all "
                 "printable"
             )
         if not 0 <= client.number < 1 << 64 or not 0 <= work.key < 1 << 64:
@@ -171,10 +171,10 @@ class BatchRequest(Request[SampledBatch], frozen=True):
                 f"the client's number {client.number} or the key {work.key} is not an unsigned 64-bit number"
             )
         for fanouts in work.settings.fanouts.values():
-            if len(fanouts) > MAX_HOPS or not all(-1 <= fanout < _FANOUT_LIMIT for fanout in fanouts):
+            if len(fanouts) > _MAX_HOPS or not all(-1 <= fanout < _FANOUT_LIMIT for fanout in fanouts):
                 raise WireError(
-                    f"the request has {len(fanouts)} hops with fanouts {fanouts[:MAX_HOPS]}, expected at most "
-                    f"{MAX_HOPS} hops and fanouts from -1 to {_FANOUT_LIMIT - 1}"
+                    f"the request has {len(fanouts)} hops with fanouts {fanouts[:_MAX_HOPS]}, expected at most "
+                    f"{_MAX_HOPS} hops and fanouts from -1 to {_FANOUT_LIMIT - 1}"
                 )
         if (number := sum(map(len, seeds.nodes.values()))) > MAX_SEEDS:
             raise WireError(

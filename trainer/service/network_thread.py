@@ -5,7 +5,7 @@ The memory for each client host is limited:
 - If its complete requests take ``HOST_REQUESTS / 2`` bytes, only its connections with an incomplete request are read.
 - If all its requests take more than ``HOST_REQUESTS`` bytes, its connection with the oldest incomplete request is
   closed.
-- If its unsent replies take more than ``HOST_ANSWERS`` bytes, its requests are held back, and its connections that do
+- If its unsent replies take more than ``_HOST_ANSWERS`` bytes, its requests are held back, and its connections that do
   not receive replies are closed.
 """
 
@@ -39,7 +39,7 @@ MAX_CONNECTIONS = 8192
 
 HOST_REQUESTS = 128 << 20  #: bytes of pending requests per host
 
-HOST_ANSWERS = 128 << 20  #: bytes of unsent replies per host
+_HOST_ANSWERS = 128 << 20  #: bytes of unsent replies per host
 
 HANDSHAKE_TIME = 10.0  #: seconds within which a connection must be admitted
 
@@ -66,7 +66,7 @@ _STUCK, _PROGRESS = 0.5, 1 << 16
 
 _BACKLOG = 1024
 
-ShortQueue = BlockingFairQueue[tuple[Peer, Received]]
+_ShortQueue = BlockingFairQueue[tuple[Peer, Received]]
 
 
 class _State(Enum):
@@ -114,7 +114,7 @@ class NetworkThread(threading.Thread):
     """
 
     def __init__(
-        self, listener: socket.socket, keys: ServiceKeys | None, short: ShortQueue, scheduler: BatchScheduler[Any],
+        self, listener: socket.socket, keys: ServiceKeys | None, short: _ShortQueue, scheduler: BatchScheduler[Any],
         counters: Counters, max_request: int,
     ):  # fmt: skip
         super().__init__(name="network", daemon=True)
@@ -441,7 +441,7 @@ class NetworkThread(threading.Thread):
         self._watch(connection)
 
     def _pause_or_resume(self, connection: _Connection) -> None:
-        ahead = connection.writer.messages > _SENT_AHEAD or connection.host.unsent > HOST_ANSWERS
+        ahead = connection.writer.messages > _SENT_AHEAD or connection.host.unsent > _HOST_ANSWERS
         if ahead == connection.paused:
             return
         connection.paused = ahead
@@ -460,7 +460,7 @@ class NetworkThread(threading.Thread):
         for connection in self._by_fd.values():
             connection.reader.pings = connection.pings = 0
         for host in list(self._hosts.values()):
-            if host.unsent > HOST_ANSWERS:
+            if host.unsent > _HOST_ANSWERS:
                 for connection in list(host.connections):
                     if connection.writer.unsent and now - connection.progress_since > _STUCK:
                         self._close(connection)  # it could send almost nothing recently

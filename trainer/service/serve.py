@@ -26,7 +26,7 @@ from trainer.store.digest_check import checked_digests
 from trainer.store.manifest import manifest_digest
 from trainer.store.part_store import open_parts
 
-DIGESTS_NOTE = "digests.json"  #: file in the ready file's folder; lists files that a restarted server need not compare
+_DIGESTS_NOTE = "digests.json"  #: file in the ready file's folder; lists files that a restarted server need not compare
 
 _GLANCE = 0.5  #: seconds between checks of the server's threads and of cluster.json
 
@@ -78,7 +78,7 @@ def serve(job: ServeJob) -> None:
         peers=lambda: _states(peers.hosts, routed.lost()),
     )  # fmt: skip
     allow_many_files()
-    compared = checked_digests(store, job.ready_file.with_name(DIGESTS_NOTE)) if job.digests else nullcontext()
+    compared = checked_digests(store, job.ready_file.with_name(_DIGESTS_NOTE)) if job.digests else nullcontext()
     with compared:  # ranks of this host start once this server is ready, so they do not compare the same files
         warm_up(graph)  # before serving: clients of a restarted server would wait for the compiler
         warm_up_batches(graph)

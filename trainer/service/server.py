@@ -25,9 +25,9 @@ from trainer.service.stats import STATS_EVERY, BusyTime, Counters, PeerStates, S
 from trainer.service.stream import Received
 from trainer.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 
-MAX_REQUEST = 64 << 20  #: bytes of a request
+_MAX_REQUEST = 64 << 20  #: bytes of a request
 
-BUFFER_BYTES = 512 << 20  #: bytes of batches that clients have not acknowledged
+_BUFFER_BYTES = 512 << 20  #: bytes of batches that clients have not acknowledged
 
 _GLANCE = 1.0  #: seconds between checks whether the server stops
 
@@ -47,8 +47,8 @@ class GraphServer:
 
     def __init__(
         self, graph: ServedGraph, endpoint: str, info: HelloInfo, threads: int, keys: ServiceKeys | None = None, *,
-        routed: CountedAccess | None = None, batch_threads: int = 2, buffer_bytes: int = BUFFER_BYTES,
-        max_request: int = MAX_REQUEST, max_answer: int = MAX_ARRAY, topology: Topology | None = None,
+        routed: CountedAccess | None = None, batch_threads: int = 2, buffer_bytes: int = _BUFFER_BYTES,
+        max_request: int = _MAX_REQUEST, max_answer: int = MAX_ARRAY, topology: Topology | None = None,
         stats_file: Path | None = None, peers: PeerStates = lambda: (),
     ):  # fmt: skip
         self.endpoint = endpoint  #: contains the actual port once the server has started

@@ -82,7 +82,7 @@ _SPLIT_FILE = re.compile(
 )
 
 
-Drafted: TypeAlias = tuple[dict[str, Any], list[str]]  #: options of a table, and comments on them
+_Drafted: TypeAlias = tuple[dict[str, Any], list[str]]  #: options of a table, and comments on them
 
 
 @dataclass
@@ -413,10 +413,10 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
 
 
 def _foreign_keys(
-    nodes: list[_Found], keys: Mapping[str, _Keys], types: Mapping[str, str], others: Mapping[str, Drafted]
-) -> dict[str, Drafted]:
+    nodes: list[_Found], keys: Mapping[str, _Keys], types: Mapping[str, str], others: Mapping[str, _Drafted]
+) -> dict[str, _Drafted]:
     """Draft the edge tables from the rows of other tables, and of the same one, to the rows that name their ids."""
-    edges: dict[str, Drafted] = {}
+    edges: dict[str, _Drafted] = {}
     for table in nodes:
         own = _own_id(table, _columns(keys[table.file]))
         for column, node in keys[table.file]:
@@ -430,7 +430,7 @@ def _foreign_keys(
     return edges
 
 
-def _dangling(table: _Found, ends: _Keys) -> Drafted:
+def _dangling(table: _Found, ends: _Keys) -> _Drafted:
     """Draft what becomes of the rows without an id, or with an id of no node: they are no edges."""
     notes = []
     for column, node in ends:
@@ -448,7 +448,7 @@ def _dangling(table: _Found, ends: _Keys) -> Drafted:
     return {"dangling": "drop"} if notes else {}, notes
 
 
-def _drafted(nodes: dict[str, Drafted], edges: dict[str, Drafted], unused: dict[str, str]) -> dict[str, Any]:
+def _drafted(nodes: dict[str, _Drafted], edges: dict[str, _Drafted], unused: dict[str, str]) -> dict[str, Any]:
     drafted = {
         "nodes": {of: table for of, (table, _) in nodes.items()},
         "edges": {of: table for of, (table, _) in edges.items()},
@@ -516,7 +516,7 @@ def _draft_of_tasks(found: list[_Found], named: list[_Found]) -> dict[str, Any]:
     links = _links(linked, keys, keys[first.file][0][1], types)
     # the ends of links first, so that the tables that recommendations do without stand together
     nodes = sorted(nodes, key=lambda table: types[table.file] not in links.get("name", "").split("__"))
-    edge_tables: dict[str, Drafted] = {}
+    edge_tables: dict[str, _Drafted] = {}
     for table in edges:
         (source, a), (target, b) = keys[table.file]
         drafted, notes = _edge_table(table, [source, target])
@@ -636,7 +636,7 @@ def _listed(
 
 def _task_table(
     table: _Found, key: tuple[_Column, _Found], label: _Column, types: Mapping[str, str], targets: _Found | None
-) -> Drafted:  # fmt: skip
+) -> _Drafted:  # fmt: skip
     """``targets``: the table of the nodes that the label lists; None: it is no list."""
     (column, node), time = key, _time(table)
     assert time is not None
@@ -825,8 +825,8 @@ def _is_same(one: _Type, other: _Type) -> bool:
 
 
 def _draft_of_pairs(found: list[_Found], pairs: _Pairs) -> dict[str, Any]:
-    nodes: dict[str, Drafted] = {}
-    edges: dict[str, Drafted] = {}
+    nodes: dict[str, _Drafted] = {}
+    edges: dict[str, _Drafted] = {}
     for table, ends in pairs:
         (source, of_source), (target, of_target) = ends
         for column, of in ends:
@@ -907,7 +907,7 @@ def _contained(table: _Found, column: _Column, other: _Found, ids: _Column, shar
     return bool(count) and inside >= share * count
 
 
-def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> Drafted:
+def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> _Drafted:
     """Draft a table of nodes. ``keys``: its columns with ids of other nodes."""
     own = _own_id(table, keys)
     drafted: dict[str, Any] = {**table.keys, "id": own.name if own else ROW_NUMBER}
@@ -955,7 +955,7 @@ def _may_be_class(column: _Column) -> bool:
     return few and _may_be_id(column) and column.name.lower() not in _TIMES
 
 
-def _edge_table(table: _Found, ends: Sequence[_Column]) -> Drafted:
+def _edge_table(table: _Found, ends: Sequence[_Column]) -> _Drafted:
     source, target = ends
     drafted: dict[str, Any] = {**table.keys, "source": source.name, "target": target.name}
     rest = [one for one in table.columns if one is not source and one is not target]
@@ -999,7 +999,7 @@ def _about_files(table: _Found) -> list[str]:
     return found
 
 
-def _others(table: _Found, rest: list[_Column], of_nodes: bool, label: _Column | None = None) -> Drafted:
+def _others(table: _Found, rest: list[_Column], of_nodes: bool, label: _Column | None = None) -> _Drafted:
     """Draft the use of all columns but id, label, split, ends and weight. Each is used, or named in the comments.
 
     Texts become 0/1 columns if there are few. If there are more, they become categories ``of_nodes``, whose embeddings

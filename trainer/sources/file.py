@@ -23,7 +23,7 @@ from trainer.data.options import SourceOptions
 from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, by_name
 from trainer.store.npy import map_npy
 
-SUBFOLDER = "hetero"  #: sub-folder with typed arrays, for a folder that also holds the graph as a homogeneous one
+_SUBFOLDER = "hetero"  #: sub-folder with typed arrays, for a folder that also holds the graph as a homogeneous one
 
 COUNTS = "num_nodes.json"  #: number of nodes by node type
 
@@ -45,7 +45,7 @@ def source_files(source: str | None, options: SourceOptions) -> list[Path]:
 
 
 def _folder_files(folder: Path, options: SourceOptions) -> list[Path]:
-    typed = folder / SUBFOLDER
+    typed = folder / _SUBFOLDER
     folders = [folder, typed] if options.hetero and typed.is_dir() else [folder]
     found = [path for place in folders for path in sorted(place.iterdir()) if path.is_file()]
     files = [path for path in found if path.suffix in (".npy", ".npz")]

@@ -17,7 +17,7 @@ from trainer.data.edges import symmetric_adjacency
 from trainer.data.options import SyntheticHeteroOptions, SyntheticOptions
 from trainer.data.undirected import both_ways
 
-AnySynthetic = SyntheticOptions | SyntheticHeteroOptions
+_AnySynthetic = SyntheticOptions | SyntheticHeteroOptions
 
 TIMES = 1000  #: node times are drawn from 0 to TIMES - 1
 
@@ -30,14 +30,14 @@ _INSIDE = 4.0  #: factor of the weights of edges within a class
 _ROWS_AT_ONCE = 1 << 16
 
 
-def _check_limits(dataset: str, options: AnySynthetic, limits: Mapping[str, tuple[float, float]]) -> None:
+def _check_limits(dataset: str, options: _AnySynthetic, limits: Mapping[str, tuple[float, float]]) -> None:
     for name, (low, high) in limits.items():
         value = getattr(options, name)
         if not low <= value <= high:
             raise DataError(f"dataset {dataset}: option {name} must be from {low} to {high}, not {value}")
 
 
-def _class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -> Array:
+def _class_features(y: Array, options: _AnySynthetic, rng: np.random.Generator) -> Array:
     """Return features, float32 [N, F]: a random vector of norm 2 per class, plus normal noise per node."""
     centres = rng.standard_normal((options.num_classes, options.num_features), dtype=np.float32)
     centres *= 2.0 / np.linalg.norm(centres, axis=1, keepdims=True)
@@ -50,7 +50,7 @@ def _class_features(y: Array, options: AnySynthetic, rng: np.random.Generator) -
     return x
 
 
-def _node_splits(dataset: str, options: AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
+def _node_splits(dataset: str, options: _AnySynthetic, shuffled: Array, time: Array | None = None) -> dict[str, Ids]:
     """Return the node ids of splits train, val and test: consecutive slices of ``shuffled``, sorted.
 
     With ``time``, the nodes of train are earlier than those of val, and those of val earlier than those of test.

@@ -86,13 +86,13 @@ class _Following:
             last = self._ended.is_set()  # looked at before the files, which are complete by then
             lines = tail.lines()
             result = next((line for line in reversed(lines) if line.get("kind") == "result"), result)
-            points = new_points(lines, done := dict(state["done"]))
+            points = _new_points(lines, done := dict(state["done"]))
             while some := list(islice(points, _AT_ONCE)):
                 tracker.log(some)
                 self.save(done=dict(done), problem="")
             found = read_object(self._folder / "nodes.json")
             if found and found["t"] > shown + (0 if last else _SYSTEM):
-                tracker.log([system_point(found, state["began"])])
+                tracker.log([_system_point(found, state["began"])])
                 shown = found["t"]
             if last:
                 break
@@ -222,7 +222,7 @@ def _points_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Point]]:
         yield f"eval/{split}", Point("epoch", epoch, t, _scalars(line, f"eval/{split}"))
 
 
-def new_points(lines: Iterable[Mapping[str, Any]], done: dict[str, int]) -> Iterator[Point]:
+def _new_points(lines: Iterable[Mapping[str, Any]], done: dict[str, int]) -> Iterator[Point]:
     """Yield the points that are further than what a tracker has.
 
     done: the last place of each curve that the tracker has; updated.
@@ -234,7 +234,7 @@ def new_points(lines: Iterable[Mapping[str, Any]], done: dict[str, int]) -> Iter
                 yield point
 
 
-def system_point(found: Mapping[str, Any], began: float) -> Point:
+def _system_point(found: Mapping[str, Any], began: float) -> Point:
     """Return the last figures of all nodes and ranks, as the supervisors know them (``track/nodes.json``)."""
     values: dict[str, float] = {}
     for kind in ("node", "rank"):

@@ -31,7 +31,7 @@ FORMAT = "gnnfleet-checkpoint"
 
 VERSION = 6
 
-KEPT = 2  #: number of newest files kept: this many after whole epochs, and this many later ones within an epoch
+_KEPT = 2  #: number of newest files kept: this many after whole epochs, and this many later ones within an epoch
 
 Position = tuple[int, int]  #: complete epochs, and steps trained of the next epoch; a later position is greater
 
@@ -299,14 +299,14 @@ def _point_to(link: Path, target: Path) -> None:
 def _prune(folder: Path, newest: Position, best: Sequence[int], keep: int) -> None:
     """Delete old checkpoint files after the checkpoint at ``newest`` was written.
 
-    Keeps the ``KEPT`` newest files of whole epochs, the ``KEPT`` newest files within the current epoch, and ``keep``
+    Keeps the ``_KEPT`` newest files of whole epochs, the ``_KEPT`` newest files within the current epoch, and ``keep``
     files of the epochs ``best``.
     """
     known = sorted(position for position, _ in files_of(folder) if position <= newest)
     epochs = [position for position in known if position[1] == 0]
     steps = [position for position in known if position[1] and position > max(epochs, default=(0, 0))]
     saved = [(epoch, 0) for epoch in dict.fromkeys(best) if (epoch, 0) in epochs]
-    kept = {*epochs[-KEPT:], *steps[-KEPT:], *saved[:keep]}
+    kept = {*epochs[-_KEPT:], *steps[-_KEPT:], *saved[:keep]}
     for position in known:
         if position not in kept:
             (folder / file_name(position)).unlink(missing_ok=True)

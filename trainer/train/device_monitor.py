@@ -13,7 +13,7 @@ import torch
 
 from trainer.train.step_timing import StepTimes
 
-ReadShare = Callable[[], float]  #: returns the share of the last second or less in which a kernel ran, 0 to 1
+_ReadShare = Callable[[], float]  #: returns the share of the last second or less in which a kernel ran, 0 to 1
 
 
 class DeviceMonitor:
@@ -71,17 +71,17 @@ class DeviceMonitor:
             return None
 
 
-def utilization_reader(device: torch.device) -> ReadShare | None:
+def utilization_reader(device: torch.device) -> _ReadShare | None:
     """Return a function that reads the utilisation of a GPU by NVML; None without NVML, and for a MIG instance."""
     try:
-        nvml, uuid = Nvml(), f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
+        nvml, uuid = _Nvml(), f"GPU-{getattr(torch.cuda.get_device_properties(device), 'uuid', '')}"
         nvml.utilization(uuid)
     except RuntimeError:  # no NVIDIA driver, or the device is a MIG instance
         return None
     return lambda: nvml.utilization(uuid)
 
 
-class Nvml:
+class _Nvml:
     """NVML, a library of NVIDIA's driver, which knows how busy a GPU is.
 
     It is called by ctypes: few versions of cuda-bindings contain it, and they name its constants differently. Raises

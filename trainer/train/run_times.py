@@ -14,9 +14,9 @@ from trainer.train.metrics import KINDS, LOADING
 
 TRAFFIC = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
 
-PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: fields per node of ``by_host`` in an epoch line
+_PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: fields per node of ``by_host`` in an epoch line
 
-MetricsLine = Mapping[str, Any]
+_MetricsLine = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class RankTimes:
     spent: Mapping[str, float]  #: seconds per step, by ``KINDS``
     behind: Mapping[str, float]  #: seconds of a sampler thread per batch, by ``LOADING``
     traffic: Mapping[str, float]  #: bytes and rows per step, by ``TRAFFIC``
-    predict: MetricsLine | None = None  #: the rank's ``predict`` line, with values per epoch
+    predict: _MetricsLine | None = None  #: the rank's ``predict`` line, with values per epoch
     node: int | None = None  #: node rank; None unless the metrics file is in ``logs/node<k>/``
     epochs: int = 0  #: number of complete epochs; 0 if only steps of an unfinished epoch were read
 
     @classmethod
     def of(
-        cls, rank: int, lines: Sequence[MetricsLine], predict: MetricsLine | None = None, node: int | None = None
+        cls, rank: int, lines: Sequence[_MetricsLine], predict: _MetricsLine | None = None, node: int | None = None
     ) -> RankTimes:  # fmt: skip
         """Compute the means over ``lines``, weighted by steps.
 
@@ -166,12 +166,12 @@ class RankLines:
     rank: int
     node: int | None = None
     #: ``epoch`` lines by epoch; the last line if an epoch was trained twice
-    epochs: dict[int, MetricsLine] = field(default_factory=dict)
+    epochs: dict[int, _MetricsLine] = field(default_factory=dict)
     #: ``step`` lines before the first ``epoch`` line; later lines are dropped to bound memory
-    steps: list[MetricsLine] = field(default_factory=list)
-    predict: MetricsLine | None = None
+    steps: list[_MetricsLine] = field(default_factory=list)
+    predict: _MetricsLine | None = None
 
-    def add(self, line: MetricsLine) -> None:
+    def add(self, line: _MetricsLine) -> None:
         if line.get("kind") == "predict" and _is_number(line.get("remote_bytes")):
             self.predict = line
         elif line.get("kind") == "epoch" and isinstance(line.get("epoch"), int):
@@ -181,7 +181,7 @@ class RankLines:
             self.steps.append(line)
 
     @property
-    def timed_epochs(self) -> list[MetricsLine]:
+    def timed_epochs(self) -> list[_MetricsLine]:
         """The epoch lines that contain mean times per step (field ``spent``)."""
         return [line for line in self.epochs.values() if _is_timed(line)]
 
@@ -191,8 +191,8 @@ class RankLines:
         for line in self.epochs.values():
             for host, values in _group(line, "by_host").items():
                 if str(host).isdigit() and isinstance(values, Mapping):
-                    sums = hosts.setdefault(int(host), dict.fromkeys(PAIR, 0.0))
-                    for name in PAIR:
+                    sums = hosts.setdefault(int(host), dict.fromkeys(_PAIR, 0.0))
+                    for name in _PAIR:
                         sums[name] += _number(values.get(name))
         sums = {
             name: sum(_number(_group(line, "traffic").get(name)) for line in self.epochs.values()) for name in TRAFFIC
@@ -253,7 +253,7 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _lines(path: Path) -> Iterator[MetricsLine]:
+def _lines(path: Path) -> Iterator[_MetricsLine]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for text in file:
             # The last line of a file may be incomplete.
@@ -265,7 +265,7 @@ def _lines(path: Path) -> Iterator[MetricsLine]:
                 yield line
 
 
-def _is_timed(line: MetricsLine) -> bool:
+def _is_timed(line: _MetricsLine) -> bool:
     spent, behind, traffic = line.get("spent"), line.get("behind"), line.get("traffic")
     if not (isinstance(spent, Mapping) and isinstance(behind, Mapping) and isinstance(traffic, Mapping)):
         return False
@@ -273,7 +273,7 @@ def _is_timed(line: MetricsLine) -> bool:
     return timed and isinstance(line.get("epoch"), int)
 
 
-def _group(line: MetricsLine, name: str) -> MetricsLine:
+def _group(line: _MetricsLine, name: str) -> _MetricsLine:
     group = line.get(name)
     return group if isinstance(group, Mapping) else {}
 

@@ -58,7 +58,7 @@ class TrainSettings(TrainConfig):
             object.__setattr__(self, "eval_fanouts", None)
         names: Any = self.edge_attr  # also one name
         object.__setattr__(self, "edge_attr", (names,) if isinstance(names, str) else names and tuple(names))
-        for name, kind in keyed_settings().items():
+        for name, kind in _keyed_settings().items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _with_keys(name, kind, value))
         if wrong := [*_beyond_limits(self), *map(str, problems(self))]:
@@ -118,7 +118,7 @@ class InferJob:
 
 
 @functools.cache
-def keyed_settings() -> dict[str, Any]:
+def _keyed_settings() -> dict[str, Any]:
     """Return the classes of the settings that have keys of their own, by name; ``Mapping`` for any keys."""
     hints = {name: typing.get_args(hint) for name, hint in typing.get_type_hints(TrainSettings).items()}
     first: dict[str, Any] = {name: typing.get_origin(kinds[0]) or kinds[0] for name, kinds in hints.items() if kinds}
@@ -218,7 +218,7 @@ def settings_options(function: F) -> F:
 def _option(entry: Field[Any], hint: Any) -> Callable[[F], F]:
     flag = "--" + entry.name.replace("_", "-")
     help = re.sub(r"`(?:train\.)?([^`]*)`", r"\1", entry.metadata["help"])
-    if keyed := keyed_settings().get(entry.name):
+    if keyed := _keyed_settings().get(entry.name):
         if is_dataclass(keyed):
             keys = " ".join(f"{key.name}: {key.metadata['help']}" for key in fields(keyed))
             help = re.sub(r"`(?:train\.)?([^`]*)`", r"\1", f"{help} Keys, in JSON: {keys}")

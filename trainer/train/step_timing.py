@@ -30,7 +30,7 @@ class Phase(IntEnum):
     OTHER = 6
 
 
-class HostClock:
+class _HostClock:
     """Measures seconds by phase with this process's clock."""
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class HostClock:
 _DEVICE_PHASES = (Phase.COPY, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.OPTIMIZER)
 
 
-class DeviceClock(HostClock):
-    """``HostClock`` for a training loop on a GPU, which runs asynchronously.
+class DeviceClock(_HostClock):
+    """``_HostClock`` for a training loop on a GPU, which runs asynchronously.
 
     Divides the host's seconds among the phases in proportion to the time between CUDA events. Never waits for an event.
     """
@@ -267,7 +267,7 @@ class StepTimer:
     ):
         """on_last_gradient: called in each step when the gradients of all weights are ready."""
         weights = [weight for weight in model.parameters() if weight.requires_grad]
-        clock = DeviceClock() if weights and weights[0].is_cuda else HostClock()
+        clock = DeviceClock() if weights and weights[0].is_cuda else _HostClock()
         gradients = 0  # of the current step
 
         def on_gradient(_: torch.Tensor) -> None:

@@ -52,7 +52,7 @@ class Queries:
         return Queries(self.sources[some], self.trees[some], None if self.times is None else self.times[some])
 
 
-class RowsAt(Protocol):
+class _RowsAt(Protocol):
     """Rows of queries, and of targets at a time. Its methods are collective."""
 
     def of_queries(self, queries: Queries) -> Tensor: ...
@@ -134,7 +134,7 @@ class TimedRanking:
         popular = counts.of(self.edge_type, 1, np.asarray(found["orig_id"], np.int64)).astype(np.float32)[:, None]
         return self.metrics(_Given(LayerRows(whole.shares[of], popular)), names)
 
-    def metrics(self, rows: RowsAt, names: Sequence[str]) -> dict[str, float]:
+    def metrics(self, rows: _RowsAt, names: Sequence[str]) -> dict[str, float]:
         """Return the metrics in ``names``, means over queries or links."""
         queries, query_of = self._queries
         source, _, target = self.edge_type

@@ -24,7 +24,7 @@ from trainer.partition.methods.metis import metis_assignment, without_empty_part
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]  #: per hop, seeds outward; for all edge types, or per type
 
-Chances = dict[NodeType, npt.NDArray[np.float32]]  #: type -> probabilities [num_nodes]
+_Chances = dict[NodeType, npt.NDArray[np.float32]]  #: type -> probabilities [num_nodes]
 
 _ALL = np.inf  #: stands for fanout -1
 
@@ -46,7 +46,7 @@ class TypedInEdges:
 
 def visit_probabilities(
     graph: Dataset | TypedInEdges, seeds: Mapping[NodeType, Ids], fanouts: Fanouts, chance: float = 1.0
-) -> Chances:
+) -> _Chances:
     """Return the probability that each node is in a batch, for each type as float32 [num_nodes].
 
     The batch contains each of ``seeds`` with probability ``chance``, and sampled neighbours of them. Edges are assumed

@@ -29,17 +29,17 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto", dec
     if wanted in edge_types and task in ("auto", "link"):
         return _for_decoder((edge_types[wanted],), decoder)
     if task.startswith("edge-"):
-        if wanted is not None and edge_types.get(wanted) not in labelled_types(manifest):
+        if wanted is not None and edge_types.get(wanted) not in _labelled_types(manifest):
             raise SettingsError(
                 f"target is {wanted!r}; task {task} needs an edge type of {manifest.dataset} with the attributes y and "
-                f"edge_split: {', '.join(map(type_name, labelled_types(manifest))) or 'there is none'}"
+                f"edge_split: {', '.join(map(type_name, _labelled_types(manifest))) or 'there is none'}"
             )
-        if wanted is None and not labelled_types(manifest):
+        if wanted is None and not _labelled_types(manifest):
             raise DataError(
                 f"{manifest.dataset}: no edge type has labels y and a split edge_split, as task {task} needs; give an "
                 "edge table label and split"
             )
-        return edge_types[wanted] if wanted is not None else _only(labelled_types(manifest), manifest)
+        return edge_types[wanted] if wanted is not None else _only(_labelled_types(manifest), manifest)
     if task == "link" and wanted in lists:
         return lists[wanted]
     if task == "link":
@@ -55,8 +55,8 @@ def pick_target(graph: Graph, wanted: str | None = None, task: str = "auto", dec
     able = [of for of, spec in manifest.nodes.items() if "y" in spec.attrs and trains(spec)]
     if not able and task == "auto" and (held_out := held_out_types(graph)):
         return _for_decoder(tuple(held_out), decoder)
-    if not able and task == "auto" and labelled_types(manifest):
-        return _only(labelled_types(manifest), manifest)
+    if not able and task == "auto" and _labelled_types(manifest):
+        return _only(_labelled_types(manifest), manifest)
     if not able and task == "auto" and lists:
         return _only([*lists.values()], manifest)
     if not manifest.hetero:
@@ -78,7 +78,7 @@ def held_out_types(graph: Graph) -> list[EdgeType]:
     return [known[name] for name in held_out_names(graph.store.graph_attrs) if name in known]
 
 
-def labelled_types(manifest: Manifest) -> list[EdgeType]:
+def _labelled_types(manifest: Manifest) -> list[EdgeType]:
     """Return the edge types with labels and a split of the edges, without those of reverse edges."""
     has_labels = [of for of, spec in manifest.edges.items() if {"y", "edge_split"} <= set(spec.attrs)]
     return [
@@ -91,7 +91,7 @@ def learns_edge_labels(graph: Graph, target: EdgeType | LinkTypes, task: str) ->
     if is_link_types(target):
         return False
     held_out = target in held_out_types(graph)
-    return task.startswith("edge-") or (task == "auto" and not held_out and target in labelled_types(graph.manifest))
+    return task.startswith("edge-") or (task == "auto" and not held_out and target in _labelled_types(graph.manifest))
 
 
 def _only(types: list[EdgeType], manifest: Manifest) -> EdgeType:

@@ -50,7 +50,8 @@ PACKAGES_ON_NODES = {
 LOADED_WHEN_USED = {
     "launcher.run.launch": {
         "report.html": "launcher.report.html",
-        "Slurm": "launcher.transport.slurm launcher.transport.slurm_client launcher.run.batch_job launcher.plan.sbatch",
+        "Slurm": "launcher.transport.slurm launcher.transport.slurm_client launcher.run.batch_job launcher.plan.sbatch "
+        "launcher.config.allocation",
         "SSH": "launcher.transport.ssh launcher.transport.openssh launcher.transport.auth launcher.transport.fallback",
         "data.store": "launcher.sync.parts_store launcher.sync.store_progress launcher.node.store "
         "launcher.node.remote_folder launcher.config.store_consistency launcher.preflight.store_access",

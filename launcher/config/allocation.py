@@ -6,7 +6,6 @@ placeholders, so that the config can be checked and planned.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,40 +66,30 @@ def _devices(environ: Mapping[str, str]) -> tuple[int | str, ...]:
     return tuple(range(number))
 
 
-def in_batch_job(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process belongs to the script of a Slurm batch job (sbatch), not to an interactive job (salloc)."""
-    return environ.get("ENVIRONMENT") == "BATCH" and bool(environ.get("SLURM_JOB_ID"))
-
-
-def decides_nodes(key: str) -> bool:
-    """Whether an override of the setting ``key`` can change which nodes the config has."""
-    return key in ("nodes", "transport", "slurm_job") or key.partition(".")[0] == "slurm"
-
-
-def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -> Section:
-    """Return the config ``tree`` with the nodes of the allocation, if it has ``transport: slurm``.
+def with_allocation(tree: Section, origin: Origin, environ: Mapping[str, str], report: Report) -> Section:
+    """Return the config ``tree`` with the nodes of the allocation. ``origin``: place of its ``transport: slurm``.
 
     ``nodes`` may be absent (all hosts are used), the number of hosts to use, or a list. Entry k of the list has the
     settings of host k except its name; the last entry also applies to all further hosts. ``slurm_job`` is set to the
     job of the allocation. A tree that has ``slurm_job`` already, as in the run folder of an earlier launch, is returned
     unchanged.
     """
-    transport, job = tree.items.get("transport"), tree.items.get("slurm_job")
-    if not isinstance(transport, Scalar) or transport.text != "slurm" or isinstance(job, Scalar) and not job.empty:
+    job = tree.items.get("slurm_job")
+    if isinstance(job, Scalar) and not job.empty:
         return tree
-    nodes = tree.items.get("nodes", Scalar(transport.origin, "", "null"))
+    nodes = tree.items.get("nodes", Scalar(origin, "", "null"))
     found, listed, problem = None, nodes, None
     try:
         found = _current_allocation(environ)
         listed = nodes if is_count(nodes) else expand_nodes(nodes)
     except RangeError as error:
-        problem = Problem(transport.origin.file, transport.origin.line, f"SLURM_JOB_NODELIST or nodes: {error}")
+        problem = Problem(origin.file, origin.line, f"SLURM_JOB_NODELIST or nodes: {error}")
     wanted = int(nodes.text) if isinstance(nodes, Scalar) and is_count(nodes) and len(nodes.text) < 6 else 0
     hosts = found.hosts if found else _placeholders(tree, listed, wanted)
     if not hosts and problem is None:
         options = tree.items.get("slurm")
         number = options.items.get("nodes") if isinstance(options, Section) else None
-        problem = Problem(transport.origin.file, transport.origin.line, _NOT_IN_JOB)
+        problem = Problem(origin.file, origin.line, _NOT_IN_JOB)
         if isinstance(number, Scalar) and not number.empty:
             words = f"slurm.nodes: expected a whole number of at least 1, found {describe(number)}"
             problem = Problem(number.origin.file, number.origin.line, words)
@@ -113,15 +102,15 @@ def with_allocation(tree: Section, environ: Mapping[str, str], report: Report) -
     defaults = tree.items.get("defaults")
     given = isinstance(defaults, Section) and bool({"devices", "procs"} & defaults.items.keys())
     devices = found.devices if found and not given else ()
-    entries = _entries(listed, hosts[: wanted or None], transport.origin, devices)
-    taken = [entry for entry in entries if entry.items.get("devices", tree).origin is transport.origin]
+    entries = _entries(listed, hosts[: wanted or None], origin, devices)
+    taken = [entry for entry in entries if entry.items.get("devices", tree).origin is origin]
     if len(entries) > 1 and taken and isinstance(devices[0], str):
-        report(Problem(transport.origin.file, transport.origin.line, _UUIDS_OF_ONE_HOST))
+        report(Problem(origin.file, origin.line, _UUIDS_OF_ONE_HOST))
     items: dict[str, Tree] = {**tree.items, "nodes": YamlSequence(nodes.origin, entries)}
-    keys = {**tree.keys, "nodes": tree.keys.get("nodes", transport.origin)}
+    keys = {**tree.keys, "nodes": tree.keys.get("nodes", origin)}
     if found:
-        items["slurm_job"] = Scalar(transport.origin, found.job, "str", plain=False)
-        keys["slurm_job"] = transport.origin
+        items["slurm_job"] = Scalar(origin, found.job, "str", plain=False)
+        keys["slurm_job"] = origin
     return Section(tree.origin, items, keys)
 
 

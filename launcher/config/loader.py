@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 import yaml
 
-from launcher.config.allocation import decides_nodes, with_allocation
 from launcher.config.consistency import check, check_nodes
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.config.validation import KeyPath, Reader, dotted, has_keys, short_form
@@ -232,10 +231,18 @@ def overridden(path: Path, overrides: Sequence[Override], foreign: Foreign | Non
 
     foreign = foreign or read_foreign(path)
     tree = foreign.tree if foreign else _read_file(path, report)
-    first = [override for override in overrides if decides_nodes(split_override(override)[0])]
+    first = []  # those that can change which nodes the config has
+    for override in overrides:
+        key = split_override(override)[0]
+        if key in ("nodes", "transport", "slurm_job") or key.partition(".")[0] == "slurm":
+            first.append(override)
     for override in first:
         tree = _apply_override(tree, override, report)
-    tree = with_allocation(tree, os.environ, report)
+    transport = tree.items.get("transport")
+    if isinstance(transport, Scalar) and transport.text == "slurm":
+        from launcher.config.allocation import with_allocation
+
+        tree = with_allocation(tree, transport.origin, os.environ, report)
     for override in (one for one in overrides if one not in first):
         tree = _apply_override(tree, override, report)
     if foreign:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
@@ -13,10 +14,17 @@ from launcher.command import Command, Secret, is_secret, quote
 from launcher.config.schema import login_text
 from launcher.hostlist import fold
 from launcher.plan.model import LaunchPlan, NodePlan, Partitioning, PlannedFile
-from launcher.plan.node_groups import fold_nodes
 from launcher.text import count, spans
 
-_Block = tuple[Sequence[NodePlan], Sequence[tuple[str, str]]]
+_Rows = Sequence[tuple[str, str]]  # lines about one node, as (label, text)
+
+_Block = tuple[Sequence[NodePlan], _Rows]  # nodes that are shown together, and their lines
+
+_Split = tuple[NodePlan, list[tuple[str, list[str]]]]  # a node and its lines: label, and pieces of the text
+
+_WORD = re.compile(r"([\w.-]+)")
+
+_NUMBER = re.compile(r"([0-9]+)")
 
 _LARGE = 24  # from this number of nodes on, the table has a line for each group of nodes
 
@@ -45,15 +53,82 @@ def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> No
     if every:
         blocks = [((node,), list(_node_rows(plan, node))) for node in plan.nodes]
     else:
-        for one in fold_nodes([(node, list(_node_rows(plan, node, sizes=False))) for node in plan.nodes]):
-            rows = one.rows if len(one.nodes) > 1 else list(_node_rows(plan, one.nodes[0]))
+        for nodes, same in fold_nodes([(node, list(_node_rows(plan, node, sizes=False))) for node in plan.nodes]):
+            rows = same if len(nodes) > 1 else list(_node_rows(plan, nodes[0]))
             short = [row for row in rows if row[0] not in ("share", "start", "server", "trainer", "  env")]
-            blocks.append((one.nodes, short))
+            blocks.append((nodes, short))
     full = len(blocks) if every or len(plan.nodes) < _LARGE else _MOST_BLOCKS
     for nodes, rows in blocks[:full]:
         lines += [Text(""), _heading(_title(nodes)), *map(_row, rows)]
     lines += _named_only(blocks[full:])
     console.print(Text("\n").join(lines), soft_wrap=True)
+
+
+def fold_nodes(listed: Sequence[tuple[NodePlan, _Rows]]) -> list[_Block]:
+    """Group nodes whose lines in the plan differ only in their ``own_values``, in order of their first node.
+
+    ``listed``: each node with its lines. The lines of a group have placeholders such as ``{node_rank}``; with the
+    ``own_values`` of one of its nodes inserted, they are exactly the lines of that node.
+    """
+    # Nodes have most words in common: each is split once, at its numbers, or is an address of a node.
+    words = {node.address: ["", node.address, ""] for node, _ in listed}
+
+    def pieces(text: str) -> list[str]:
+        """Split ``text`` into plain text (even indices), and numbers or addresses of nodes (odd indices)."""
+        found = [""]
+        for word in _WORD.split(text):
+            cut = words.get(word)
+            if cut is None:
+                cut = words[word] = _NUMBER.split(word)
+            found[-1] += cut[0]
+            found += cut[1:]
+        return found
+
+    alike: dict[object, list[_Split]] = {}
+    for node, rows in listed:
+        one = node, [(name, pieces(text)) for name, text in rows]
+        alike.setdefault(tuple((name, *cut[::2]) for name, cut in one[1]), []).append(one)
+    folds = [fold for group in alike.values() for fold in _folds(group)]
+    return sorted(folds, key=lambda fold: fold[0][0].node_rank)
+
+
+def own_values(node: NodePlan) -> Mapping[str, str]:
+    """Return the values that may differ between nodes of one group, by placeholder such as ``{node_rank}``.
+
+    For equal values, the plan shows the placeholder that comes first in the result.
+    """
+    numbered = {"rank": node.ranks, "part": node.parts}
+    ends = ({f"{{first_{name}}}": own[0], f"{{last_{name}}}": own[-1]} for name, own in numbered.items() if own)
+    inner = ({f"{{first_{name}+{i}}}": number for i, number in enumerate(own) if i} for name, own in numbered.items())
+    values: dict[str, object] = {"{node_rank}": node.node_rank, "{service_port}": node.service_port}
+    for more in ends:
+        values |= more
+    values["{address}"] = node.address
+    for more in inner:
+        values |= more
+    if node.trainer:
+        values["{trainer_index}"] = node.trainer.env["GROUP_RANK"]
+    return {name: str(value) for name, value in values.items()}
+
+
+def _folds(group: Sequence[_Split]) -> Iterator[_Block]:
+    """Yield a group of nodes whose lines have equal text; several if other values than ``own_values`` differ."""
+    own = [own_values(node) for node, _ in group]
+    names = {name: [values.get(name) for values in own] for name in own[0]}
+    rows = []
+    for r, (title, first) in enumerate(group[0][1]):
+        shown = list(first)
+        for i in range(1, len(shown), 2):
+            values = [split[r][1][i] for _, split in group]
+            if any(value != values[0] for value in values):
+                name = next((name for name, owned in names.items() if owned == values), None)
+                if name is None:
+                    for value in dict.fromkeys(values):
+                        yield from _folds([one for one in group if one[1][r][1][i] == value])
+                    return
+                shown[i] = name
+        rows.append((title, "".join(shown)))
+    yield tuple(node for node, _ in group), rows
 
 
 def _named_only(blocks: Sequence[_Block]) -> list[Text]:

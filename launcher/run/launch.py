@@ -18,7 +18,6 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from launcher.command import Secret
-from launcher.config.allocation import in_batch_job
 from launcher.config.loader import to_yaml
 from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.roles import ServingCluster
@@ -76,7 +75,7 @@ class LaunchContext(RunContext):
     def __init__(self, config: ResolvedConfig, options: LaunchOptions, run_id: str, console: Console):
         self.config, self.options, self.run_id, self.console = config, options, run_id, console
         self.folder = run_folder(config, run_id)
-        self.file = options.launch_file(run_id, config.name, job=(config.slurm_job or "") if in_batch_job() else "")
+        self.file = options.launch_file(run_id, config.name, job=(config.slurm_job or "") if _in_batch_job() else "")
         self.notes: tuple[str, ...] = ()  #: findings that block the launch, for result.json
         super().__init__(config.run, self.folder, self.file.started, self._open_folder(), console, options.plain)
         self.held = ExitStack()  #: closed when the parts have been sent: until then nobody replaces them
@@ -89,7 +88,7 @@ class LaunchContext(RunContext):
     def _open_folder(self) -> EventLog:
         # config.yml comes before launch.json, by which other commands find the launch.
         try:
-            queued = LaunchFile.read(self.folder) if in_batch_job() else None
+            queued = LaunchFile.read(self.folder) if _in_batch_job() else None
             if queued is not None and queued.stage == "queue":  # names the user's file, which this launch has a copy of
                 self.file = replace(self.file, config=queued.config)
             clear(self.folder)
@@ -165,7 +164,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
         whole.enter_context(closing(context.events))
         whole.enter_context(context.held)
         warning = None
-        if in_batch_job():
+        if _in_batch_job():
             from launcher.run.batch_job import JobWarning, request_checkpoint, requeue_job
 
             warning = whole.enter_context(JobWarning(interrupts))
@@ -340,3 +339,8 @@ def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int
             fetched=node.bytes_fetched,
             seconds=node.seconds,
         )
+
+
+def _in_batch_job() -> bool:
+    """Whether this process belongs to the script of a Slurm batch job (sbatch), not to an interactive job (salloc)."""
+    return os.environ.get("ENVIRONMENT") == "BATCH" and bool(os.environ.get("SLURM_JOB_ID"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher.config.dataset_names import misspelt
+from launcher.config.consistency import misspelt_dataset
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,9 @@ from launcher.config.dataset_names import misspelt
     ],
 )
 def test_a_misspelt_name_gets_the_nearest(name: str, message: str) -> None:
-    assert message in misspelt(name) and len(misspelt(name)) < 500
+    assert message in misspelt_dataset(name) and len(misspelt_dataset(name)) < 500
 
 
 @pytest.mark.parametrize("name", ["file", "ogbn-mag", "Planetoid:Cora", "KarateClub", "OfTheFutureGraphs"])
 def test_datasets_are_accepted(name: str) -> None:
-    assert misspelt(name) == ""
+    assert misspelt_dataset(name) == ""

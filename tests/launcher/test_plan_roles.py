@@ -24,8 +24,7 @@ from launcher.config.roles import holdings
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.errors import UsageError
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.plan.node_groups import fold_nodes, own_values
-from launcher.plan.render import _node_rows, print_plan
+from launcher.plan.render import _node_rows, fold_nodes, own_values, print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
 from launcher.preflight.check_storage import base_memory, batch_memory
 from launcher.preflight.finding import GraphSize
@@ -279,10 +278,10 @@ def test_a_folded_plan_equals_the_unfolded_one_for_all_roles(roles: list[str], r
     config = with_data(config, replicas=min(replicas, len(config.holders)))
     plan = plan_of(config, facts=facts_of(len(config.nodes)))
     rows = {node.node_rank: list(_node_rows(plan, node, sizes=False)) for node in plan.nodes}
-    for fold in fold_nodes([(node, rows[node.node_rank]) for node in plan.nodes]):
-        for node in fold.nodes:
+    for nodes, same in fold_nodes([(node, rows[node.node_rank]) for node in plan.nodes]):
+        for node in nodes:
             values = own_values(node).items()
-            assert [(name, _filled(text, values)) for name, text in fold.rows] == rows[node.node_rank]
+            assert [(name, _filled(text, values)) for name, text in same] == rows[node.node_rank]
 
 
 def _filled(text: str, values: Any) -> str:

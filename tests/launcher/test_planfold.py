@@ -14,8 +14,7 @@ from launcher.command import render
 from launcher.config.schema import ClusterConfig, NodeConfig
 from launcher.hostlist import expand
 from launcher.plan.model import LaunchPlan, NodePlan
-from launcher.plan.node_groups import fold_nodes, own_values
-from launcher.plan.render import _node_rows, print_plan
+from launcher.plan.render import _node_rows, fold_nodes, own_values, print_plan
 from plan_kit import cluster, facts_of, plan_of
 
 GPUS = tuple(NodeConfig(f"gpu{k:02}.lab", user="alice", devices=(0, 1, 2)) for k in range(1, 13))
@@ -51,10 +50,10 @@ def test_a_folded_block_is_exact_for_each_of_its_nodes(config: ClusterConfig, kn
     plan = plan_of(config, facts=facts_of(len(config.nodes)) if known else None)
     rows = {node.node_rank: list(_node_rows(plan, node, sizes=False)) for node in plan.nodes}
     folds = fold_nodes([(node, rows[node.node_rank]) for node in plan.nodes])
-    assert sorted(node.node_rank for fold in folds for node in fold.nodes) == list(rows)
-    for fold in folds:
-        for node in fold.nodes:
-            assert [(name, filled_in(node, text)) for name, text in fold.rows] == rows[node.node_rank]
+    assert sorted(node.node_rank for nodes, _ in folds for node in nodes) == list(rows)
+    for nodes, same in folds:
+        for node in nodes:
+            assert [(name, filled_in(node, text)) for name, text in same] == rows[node.node_rank]
 
 
 def test_two_kinds_of_nodes_are_two_blocks_and_a_table() -> None:

@@ -14,7 +14,7 @@ import torch_geometric.transforms as T
 from torch_geometric.data import Data, HeteroData, InMemoryDataset
 
 import trainer
-from launcher.config.dataset_names import OWN, TORCH_GEOMETRIC
+from launcher.config import consistency
 from trainer import DistLinkNeighborLoader
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE
@@ -294,4 +294,4 @@ def test_ogb_cache_that_would_run_code_is_refused(tmp_path, monkeypatch):
 
 def test_the_launcher_knows_the_names_of_all_datasets() -> None:
     names = {name for name in torch_geometric.datasets.__all__ if name[0].isupper()}
-    assert tuple(OWN_DATASETS) == OWN and names <= set(TORCH_GEOMETRIC)
+    assert tuple(OWN_DATASETS) == consistency.OWN_DATASETS and names <= set(consistency.PYG_DATASETS)

@@ -94,7 +94,7 @@ def be_hub(spec: NodeSpec) -> Load:
     beat, traffic = Beat([hub]), Traffic(hub)
 
     def turn() -> None:
-        loop.turn(TURN)
+        loop.poll(TURN)
         hub.look()
         beat.look()
 
@@ -126,7 +126,7 @@ def be_members(specs: Sequence[NodeSpec]) -> None:
     beat = Beat(members)
     looked = 0.0
     while True:
-        loop.turn(TURN / 4)
+        loop.poll(TURN / 4)
         if time.monotonic() - looked > TURN:
             looked = time.monotonic()
             for member in members:

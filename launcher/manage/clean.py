@@ -65,16 +65,16 @@ def chosen(items: Sequence[Item], options: CleanOptions) -> list[Item]:
 
 def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> int:
     """Show what can be deleted on each host, ask, and delete it; return the exit status: 1 if a host failed."""
-    attempts = connect_all(config)
-    hosts = _one_per_host(config, attempts)
+    connections = connect_all(config)
+    hosts = _one_per_host(config, connections)
 
     def ask(k: int, request: dict[str, Any]) -> Any:
-        attempt = attempts[k]
-        if isinstance(attempt, TransportError):
-            raise attempt
+        connection = connections[k]
+        if isinstance(connection, TransportError):
+            raise connection
         here = config.local
         python = Command((sys.executable,)) if here else Command(ANY_PYTHON, setup=config.nodes[k].setup)
-        return call(attempt, python, "clean", {**request, "workdirs": list(hosts[k])}, _TIMEOUT)
+        return call(connection, python, "clean", {**request, "workdirs": list(hosts[k])}, _TIMEOUT)
 
     def delete(k: int) -> tuple[dict[str, int], dict[str, str]]:
         """Delete folders on a host; return the bytes of those that are gone, and why others are not."""
@@ -107,13 +107,13 @@ def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> in
             console.print(text, style="red", soft_wrap=True, markup=False, highlight=False)
         return 1 if errors else 0
     finally:
-        close_all(attempts)
+        close_all(connections)
 
 
-def _one_per_host(config: ResolvedConfig, attempts: Mapping[int, Any]) -> dict[int, tuple[str, ...]]:
+def _one_per_host(config: ResolvedConfig, connections: Mapping[int, Any]) -> dict[int, tuple[str, ...]]:
     """Return the patterns of the work folders of each host, by the first of its nodes."""
     by_login: dict[str, tuple[int, dict[str, None]]] = {}
-    for k in sorted(attempts):
+    for k in sorted(connections):
         node = config.nodes[k]
         by_login.setdefault(node.login, (k, {}))[1][node.workdir.replace("{node_rank}", "*")] = None
     return {k: tuple(folders) for k, folders in by_login.values()}

@@ -48,7 +48,7 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
     report = RunReport(run.found.run_id, folder)
     reports, lead = {k: view.report for k, view in views.items()}, run.found.needed_plan.lead
     try:
-        collect(report, run.found.needed_plan, run.attempts, checkpoint_node(reports, lead))
+        collect(report, run.found.needed_plan, run.connections, checkpoint_node(reports, lead))
     except KeyboardInterrupt:
         raise Interrupted(
             "interrupted; the files fetched so far are complete, and "

@@ -38,13 +38,13 @@ def follow(
     prepare_folder(run, folder)
     config, plan = found.needed_config, found.needed_plan
     transports: dict[int, Transport] = {}
-    for k, attempt in run.attempts.items():
-        if isinstance(attempt, Transport):
-            transports[k] = attempt
+    for k, connection in run.connections.items():
+        if isinstance(connection, Transport):
+            transports[k] = connection
         elif k < len(config.nodes):
-            transports[k] = _LateTransport(config, k, attempt)
+            transports[k] = _LateTransport(config, k, connection)
         else:
-            raise attempt
+            raise connection
     # ``stop`` is meant for the launcher of the run only.
     on_interrupt = on_interrupt or ("detach" if config.run.on_interrupt == "detach" else "ask")
     started = found.launch.started if found.launch else time.time()

@@ -60,12 +60,12 @@ def show_hosts(config: ResolvedConfig, console: Console, *, speed: bool = False,
 
     speed: also measure the hosts, all at the same time.
     """
-    attempts = connect_all(config)
+    connections = connect_all(config)
     try:
-        opened = {k: one for k, one in attempts.items() if isinstance(one, Transport)}
+        opened = {k: one for k, one in connections.items() if isinstance(one, Transport)}
         with open_agents() as agents, open_agents() as inside:
             answers = probe_all(replace(Inquiry.about(config), all_devices=True), opened, agents, inside)
-            failed = {k: one for k, one in attempts.items() if isinstance(one, Exception)} | answers.errors
+            failed = {k: one for k, one in connections.items() if isinstance(one, Exception)} | answers.errors
             probes = {k: probe for k, (probe, _) in sorted(answers.values.items())}
             # The node_ranks of each machine; of one that did not answer, those of equal logins.
             found: dict[tuple[str, ...], list[int]] = {}
@@ -79,7 +79,7 @@ def show_hosts(config: ResolvedConfig, console: Console, *, speed: bool = False,
             folders = {k: probes[k]["workdir"] for k in first}
             figures = measured({k: trainers[k] for k in first}, folders) if first else {}
     finally:
-        close_all(attempts)
+        close_all(connections)
     slow = slow_hosts(figures, probes)
     hosts = [_host(config, group, probes, failed, figures, slow) for group in groups]
     if as_json:

@@ -23,10 +23,10 @@ _TIMEOUT = 30.0  # seconds for one query
 
 @dataclass(frozen=True)
 class OpenRun:
-    """A run and its nodes. ``attempts``: for each node_rank the open transport, or the error if connecting failed."""
+    """A run and its nodes. ``connections``: the open transport of each node_rank, or why it could not connect."""
 
     found: FoundRun
-    attempts: Mapping[int, Transport | TransportError]
+    connections: Mapping[int, Transport | TransportError]
 
     @property
     def nodes(self) -> dict[int, NodePlan]:
@@ -34,11 +34,11 @@ class OpenRun:
 
     @property
     def transports(self) -> dict[int, Transport]:
-        return {k: attempt for k, attempt in self.attempts.items() if isinstance(attempt, Transport)}
+        return {k: connection for k, connection in self.connections.items() if isinstance(connection, Transport)}
 
     @property
     def errors(self) -> dict[int, TransportError]:
-        return {k: attempt for k, attempt in self.attempts.items() if isinstance(attempt, TransportError)}
+        return {k: connection for k, connection in self.connections.items() if isinstance(connection, TransportError)}
 
     def views(
         self, ranks: Sequence[int] | None = None, options: Callable[[int], Sequence[str]] = lambda k: ("--only", "")
@@ -62,11 +62,11 @@ class OpenRun:
 def opened(found: FoundRun) -> Iterator[OpenRun]:
     """Connect to all nodes of a run with the logins in the run's config. Closes the connections on exit."""
     ranks = [node.node_rank for node in found.needed_plan.nodes]
-    attempts = connect_all(found.needed_config)
+    connections = connect_all(found.needed_config)
     try:
-        yield OpenRun(found, {k: attempts[k] for k in ranks})
+        yield OpenRun(found, {k: connections[k] for k in ranks})
     finally:
-        close_all(attempts)
+        close_all(connections)
 
 
 def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> NodeView:

@@ -52,37 +52,37 @@ def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Ite
     than at launch, and further hosts. Raises UsageError if no run or several runs match, FleetError if no host can be
     reached.
     """
-    attempts = connect_all(config)
+    connections = connect_all(config)
     try:
-        seen = _list_runs(config, attempts)
-        run_id = _choose(seen, run, config_path, attempts)
-        plan = _read_plan([one for one in seen if one.run_id == run_id], attempts)
+        seen = _list_runs(config, connections)
+        run_id = _choose(seen, run, config_path, connections)
+        plan = _read_plan([one for one in seen if one.run_id == run_id], connections)
         hosts = _match_hosts(plan, config, [one for one in seen if one.run_id == run_id])
-        connections: dict[int, Transport | TransportError] = {}
+        by_node: dict[int, Transport | TransportError] = {}
         nodes = []
         for k, node in enumerate(plan.nodes):
             if k in hosts:
-                connections[k] = attempts[hosts[k]]
+                by_node[k] = connections[hosts[k]]
                 nodes.append(config.nodes[hosts[k]])
             else:
                 why = "the cluster file does not list this node"
-                connections[k] = TransportError(why, host=node.target, node_rank=k)
+                by_node[k] = TransportError(why, host=node.target, node_rank=k)
                 nodes.append(NodeConfig(host=node.host))
         found = FoundRun(run_id, None, None, plan, resolve_saved(config, nodes), None, config_path)
-        yield OpenRun(found, connections)
+        yield OpenRun(found, by_node)
     finally:
-        close_all(attempts)
+        close_all(connections)
 
 
-def _list_runs(config: ClusterConfig, attempts: Mapping[int, Transport | TransportError]) -> list[RunFileSeen]:
+def _list_runs(config: ClusterConfig, connections: Mapping[int, Transport | TransportError]) -> list[RunFileSeen]:
     """List the run.json files of all runs in the work folders of the hosts.
 
     ``{node_rank}`` in the path of a work folder matches any text. Raises FleetError if no host can be reached.
     """
-    transports = {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
+    transports = {k: connection for k, connection in connections.items() if isinstance(connection, Transport)}
     if not transports:
-        errors = "\n".join(f"  {error}" for error in attempts.values())
-        raise FleetError(f"none of the {len(attempts)} hosts can be reached:\n{errors}")
+        errors = "\n".join(f"  {error}" for error in connections.values())
+        raise FleetError(f"none of the {len(connections)} hosts can be reached:\n{errors}")
 
     def ask(k: int) -> list[RunFileSeen]:
         folder = config.nodes[k].workdir.replace("{node_rank}", "*").rstrip("/")
@@ -96,12 +96,12 @@ def _list_runs(config: ClusterConfig, attempts: Mapping[int, Transport | Transpo
 
 
 def _choose(
-    seen: list[RunFileSeen], run: str | None, config_path: Path, attempts: Mapping[int, Transport | TransportError]
+    seen: list[RunFileSeen], run: str | None, config_path: Path, connections: Mapping[int, Transport | TransportError]
 ) -> str:
     oldest_first = sorted(seen, key=lambda one: one.mtime)
     ids = list(dict.fromkeys(one.run_id for one in reversed(oldest_first)))
     if not ids:
-        unreachable = sum(isinstance(attempt, TransportError) for attempt in attempts.values())
+        unreachable = sum(isinstance(connection, TransportError) for connection in connections.values())
         more = f"; {unreachable} of them cannot be reached" if unreachable else ""
         raise UsageError(
             f"no run has files on the hosts of {config_path}{more}; "
@@ -118,11 +118,11 @@ def _choose(
     return close[0]
 
 
-def _read_plan(seen: list[RunFileSeen], attempts: Mapping[int, Transport | TransportError]) -> LaunchPlan:
+def _read_plan(seen: list[RunFileSeen], connections: Mapping[int, Transport | TransportError]) -> LaunchPlan:
     """Return the plan of a run, from the first run.json in ``seen`` that can be read; every node has a copy."""
     errors: list[str] = []
     for one in seen:
-        transport = attempts[one.host]
+        transport = connections[one.host]
         assert isinstance(transport, Transport)
         done = transport.run(Command(("cat", one.path)), timeout=_TIMEOUT)
         if done.returncode == 0:

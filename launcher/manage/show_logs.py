@@ -27,7 +27,7 @@ from launcher.text import duration
 
 _FIRST_LINES = 10  # lines of each log that --follow shows first
 
-_TURN = 0.2  # seconds between two looks whether all nodes have ended
+_POLL = 0.2  # seconds between two looks whether all nodes have ended
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def follow_logs(run: OpenRun, wanted: LogFilter, printer: LinePrinter) -> dict[i
             stream.is_alive() and time.monotonic() - (stream.broken_since or math.inf) <= limits.lost_after
             for stream in streams
         ):
-            time.sleep(_TURN)
+            time.sleep(_POLL)
             for stream in streams:
                 stream.close_if_silent(time.monotonic())
     stop.set()

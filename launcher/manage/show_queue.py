@@ -49,14 +49,14 @@ def lines_of(config: ResolvedConfig) -> list[HostLine]:
     hosts: dict[str, int] = {}
     for k, node in enumerate(config.nodes):
         hosts.setdefault(node.login, k)
-    attempts = connect_all(config)
+    connections = connect_all(config)
 
     def ask(k: int) -> tuple[list[Mapping[str, Any]], float]:
-        attempt = attempts[k]
-        if isinstance(attempt, TransportError):
-            raise attempt
+        connection = connections[k]
+        if isinstance(connection, TransportError):
+            raise connection
         nothing = dict.fromkeys(("address", "peer", "run_dir", "session", "manifest"), "")
-        with NodeAgent(attempt, interpreter(config, k)) as agent:
+        with NodeAgent(connection, interpreter(config, k)) as agent:
             reply = agent.call("probe", {**nothing, "ports": [], "workdir": node_workdir(config.nodes[k], k)}, _TIMEOUT)
             if reply["lease_error"]:
                 raise FleetError(str(reply["lease_error"]))
@@ -65,7 +65,7 @@ def lines_of(config: ResolvedConfig) -> list[HostLine]:
     try:
         answers = on_nodes(hosts.values(), ask)
     finally:
-        close_all(attempts)
+        close_all(connections)
     lines = []
     for login, k in hosts.items():
         if k in answers.errors:

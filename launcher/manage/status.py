@@ -123,7 +123,7 @@ def watch_status(run: OpenRun, console: Console) -> Status:
                 now = read_folder(run.found.folder)
                 found = replace(run.found, launch=now.launch, result=now.result, plan=now.plan or run.found.plan)
                 run = replace(run, found=found)
-            if not run.attempts and not known_without_nodes(run.found):  # the launch has reached its nodes
+            if not run.connections and not known_without_nodes(run.found):  # the launch has reached its nodes
                 run = connections.enter_context(opened(run.found))
             status = status_now(run, faults)
             faults = status.faults if status.views else None  # asked once

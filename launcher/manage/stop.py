@@ -81,7 +81,7 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
     timeout = _NOW if now else (found.config.run.grace if found.config else 5.0) + STOP_EXTRA
 
     def stop(k: int) -> StopReport:
-        transport = run.attempts[k]
+        transport = run.connections[k]
         if isinstance(transport, TransportError):
             raise transport
         return stop_session(transport, nodes[k], timeout=timeout, why="gnnfleet stop", now=now, if_there=True)

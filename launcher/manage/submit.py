@@ -38,7 +38,7 @@ from launcher.transport.slurm_client import JobStatus, job_status, submit
 
 LOG, SCRIPT, CONFIG = "slurm.log", "job.sh", "submitted.yml"  #: files of the run folder
 
-_TURN = 0.5  # seconds between two looks at the log
+_POLL = 0.5  # seconds between two looks at the log
 
 _ASK_FIRST, _ASK_LAST = 1.0, 10.0  # seconds between two questions to Slurm, growing
 
@@ -139,7 +139,7 @@ def follow_job(run: SubmittedRun, console: Console) -> dict[str, Any]:
             final = status.state in ("COMPLETED", "UNKNOWN") or not status.may_requeue
             if ended_at is not None and (final or now - ended_at >= _CONFIRM):
                 break
-        time.sleep(_TURN)
+        time.sleep(_POLL)
     _print_new(log, at, console)
     result = newest_result(run)
     if result is None:

@@ -104,7 +104,7 @@ class Child:
 class Loop:
     """Single-threaded event loop: waits for output and exits of child processes, sockets, signals and timeouts.
 
-    numbers: signals to catch. A caught signal is only appended to ``signals``, which the caller of ``turn`` checks.
+    numbers: signals to catch. A caught signal is only appended to ``signals``, which the caller of ``poll`` checks.
     """
 
     def __init__(self, *numbers: int) -> None:
@@ -145,12 +145,13 @@ class Loop:
         if opened in self._selector.get_map():
             self._selector.unregister(opened)
 
-    def turn(self, timeout: float) -> None:
+    def poll(self, timeout: float) -> None:
+        """Handle what is ready within ``timeout`` seconds, and reap processes that have ended."""
         for key, events in self._selector.select(timeout):
             if key.data is None:
                 os.read(self._wake, 4096)
             elif not isinstance(key.data, Child):
-                # An earlier event of the same turn may have closed the socket.
+                # An earlier event of the same call may have closed the socket.
                 if self._selector.get_map().get(key.fd) == key:
                     key.data(events)
             elif not key.data.pump():

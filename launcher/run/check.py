@@ -36,15 +36,15 @@ def run_check(
     connection, if the bundled trainer would refuse the graph or the user's model class.
     """
     resolved, draft = _drafted(config, options, to_train=not resolve(config).serve_only)
-    attempts = connect_all(resolved)
+    connections = connect_all(resolved)
     try:
-        report = run_preflight(resolved, attempts, draft, run_id=options.run_id or "", notify=notify, speed=speed)
+        report = run_preflight(resolved, connections, draft, run_id=options.run_id or "", notify=notify, speed=speed)
         if resolved.data.mode == "verify" and not resolved.data.serving and not report.blocked:
             with console.status("comparing the files of the parts with their manifest"):
-                found = _compared_parts(resolved, options, report, attempts)
+                found = _compared_parts(resolved, options, report, connections)
             report = replace(report, findings=(*report.findings, *found))
     finally:
-        close_all(attempts)
+        close_all(connections)
     show_findings(report, options.config, console)
     console.print(Text(verdict(report, len(resolved.nodes)), "bold red" if report.blocked else "bold green"))
     if options.as_json:
@@ -53,7 +53,7 @@ def run_check(
 
 
 def _compared_parts(
-    config: ResolvedConfig, options: LaunchOptions, report: PreflightReport, attempts: Opened
+    config: ResolvedConfig, options: LaunchOptions, report: PreflightReport, connections: Opened
 ) -> list[Finding]:
     from launcher.sync.verify_parts import PartsDiffer, verify
 
@@ -64,7 +64,7 @@ def _compared_parts(
         return Finding(k, config.nodes[k].host, severity, "parts", message, remedy)
 
     try:
-        checked = verify(plan, {k: one for k, one in attempts.items() if isinstance(one, Transport)})
+        checked = verify(plan, {k: one for k, one in connections.items() if isinstance(one, Transport)})
     except PartsDiffer as error:
         return [finding(k, "block", _some(texts), error.REMEDY) for k, texts in error.by_node.items()]
     except FleetError as error:
@@ -73,10 +73,10 @@ def _compared_parts(
     return [finding(k, "ok", text) for k in holding]
 
 
-def check_over(config: ClusterConfig, options: LaunchOptions, attempts: Opened) -> PreflightReport:
-    """Run preflight over the open connections ``attempts`` and return its report; prints nothing."""
+def check_over(config: ClusterConfig, options: LaunchOptions, connections: Opened) -> PreflightReport:
+    """Run preflight over open ``connections`` and return its report; prints nothing."""
     resolved, draft = _drafted(config, options)
-    return run_preflight(resolved, attempts, draft, run_id=options.run_id or "")
+    return run_preflight(resolved, connections, draft, run_id=options.run_id or "")
 
 
 def _drafted(

@@ -43,11 +43,11 @@ def choose_hosts(config: ClusterConfig, options: LaunchOptions, console: Console
     if any(node.role != "worker" for node in config.nodes):
         raise UsageError("--nodes-needed: the hosts have roles, so it matters which; choose them by --include")
     console.print(Text(f"choosing {options.nodes_needed} of {count(len(config.nodes), 'host')}"), soft_wrap=True)
-    attempts = connect_all(resolve_run(config))
+    connections = connect_all(resolve_run(config))
     try:
-        report = check_over(config, options, attempts)
+        report = check_over(config, options, connections)
     finally:
-        close_all(attempts)
+        close_all(connections)
     chosen, left_out = chosen_nodes(report, len(config.nodes), least, most, wait=options.wait is not None)
     reasons = "".join(f"\n  left out: {line}" for line in finding_lines(left_out))
     if not chosen:

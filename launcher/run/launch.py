@@ -175,9 +175,9 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
                 # Connect to every node, and check it.
                 context.events.add("stage", stage="connect")
                 context.say(f"run {run_id}: connecting to {count(len(resolved.nodes), 'node')}")
-                attempts = connect_all(resolved)
-                opened.callback(close_all, attempts)
-                facts, transports = require_preflight(context, attempts, draft)
+                connections = connect_all(resolved)
+                opened.callback(close_all, connections)
+                facts, transports = require_preflight(context, connections, draft)
 
                 # Partition the graph, unless its parts are there, and plan the run.
                 context.enter_stage("partition")
@@ -271,19 +271,19 @@ def _keep_model_files(plan: LaunchPlan, folder: Path) -> None:
 
 def require_preflight(
     context: LaunchContext,
-    attempts: Mapping[int, Transport | TransportError],
+    connections: Mapping[int, Transport | TransportError],
     draft: LaunchPlan,
     *,
     new_run: bool = True,
 ) -> tuple[Mapping[int, NodeFacts], dict[int, Transport]]:
     """Run preflight; return the facts and the transports, both by node_rank. Raises PreflightRefused.
 
-    ``attempts``: connection or error of each node, by node_rank. ``draft``: plan made before preflight. ``new_run``:
+    ``connections``: connection or error of each node, by node_rank. ``draft``: plan made before preflight. ``new_run``:
     also check that the nodes have no files of a run with this id.
     """
     context.enter_stage("preflight")
     run_id = context.run_id if new_run else ""
-    report = run_preflight(context.config, attempts, draft, run_id=run_id)
+    report = run_preflight(context.config, connections, draft, run_id=run_id)
     report = report if context.options.wait is None else report.to_wait()
     noteworthy = [finding for finding in report.findings if finding.severity != "ok"]
     if noteworthy:
@@ -303,7 +303,7 @@ def require_preflight(
         alike.setdefault(tuple(sorted(fact.versions.items())), []).append(k)
     for versions, nodes in alike.items():
         context.events.add("versions", nodes=nodes, versions=dict(versions))
-    return report.facts, {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
+    return report.facts, {k: connection for k, connection in connections.items() if isinstance(connection, Transport)}
 
 
 def send_files(context: LaunchContext, plan: LaunchPlan, transports: Mapping[int, Transport]) -> None:

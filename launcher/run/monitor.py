@@ -30,7 +30,7 @@ from launcher.run.tmux_session import STOP_EXTRA, return_session, stop_node, wha
 from launcher.text import seconds_words
 from launcher.transport.base import Transport
 
-_TURN = 0.2  # seconds to wait for a message
+_POLL = 0.2  # seconds to wait for a message
 
 _CHECK_EVERY = 0.5  # seconds between checks of timeouts
 
@@ -227,14 +227,14 @@ class RunFollower:
 
     def _put(self, message: NodeMessage) -> None:
         # Blocks the node's thread while the queue is full, as when the terminal accepts no output (Ctrl-S).
-        while self._messages.qsize() >= _MAX_QUEUED and not self._enough.wait(_TURN):
+        while self._messages.qsize() >= _MAX_QUEUED and not self._enough.wait(_POLL):
             pass
         self._messages.put(message)
 
     def _turn(self) -> None:
-        """Handle one message of a node, or wait up to ``_TURN`` seconds for one."""
+        """Handle one message of a node, or wait up to ``_POLL`` seconds for one."""
         try:
-            message = self._messages.get(timeout=_TURN)
+            message = self._messages.get(timeout=_POLL)
         except queue.Empty:
             self.live.tick()
             return

@@ -82,7 +82,7 @@ def admit(run: OpenRun, client: str, public: str) -> list[str]:
     def put(k: int, transport: Transport) -> None:
         transport.write(f"{public}\n".encode(), f"{holders[k].run_dir}/clients/{client}.key", mode=0o600)
 
-    errors = on_connections({k: run.attempts[k] for k in holders}, put)
+    errors = on_connections({k: run.connections[k] for k in holders}, put)
     notes = [f"{holders[k].label} does not admit this key: {error}" for k, error in sorted(errors.items())]
     if len(errors) == len(holders):
         raise FleetError(f"the key could not be added on any server of {run.found.run_id}:\n  " + "\n  ".join(notes))
@@ -93,7 +93,7 @@ def withdraw(run: OpenRun, client: str) -> list[str]:
     """Remove the public key of ``client`` from all servers; return a note for each failure."""
     holders = {k: node for k, node in run.nodes.items() if node.parts}
     errors = on_connections(
-        {k: run.attempts[k] for k in holders},
+        {k: run.connections[k] for k in holders},
         lambda k, transport: remove_files(transport, [f"{holders[k].run_dir}/clients/{client}.key"]),
     )
     return [f"{holders[k].label} still admits key {client}: {error}" for k, error in sorted(errors.items())]

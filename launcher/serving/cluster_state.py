@@ -203,14 +203,14 @@ def open_serving(name: str, config: ClusterConfig, config_path: Path) -> Iterato
 
 
 def on_connections(
-    attempts: Mapping[int, Transport | TransportError], work: Callable[[int, Transport], Any]
+    connections: Mapping[int, Transport | TransportError], work: Callable[[int, Transport], Any]
 ) -> dict[int, Exception]:
     """Run ``work(node_rank, transport)`` on all connected nodes in parallel; return errors by node_rank.
 
     The errors include those of nodes that could not be connected.
     """
-    transports = {k: attempt for k, attempt in attempts.items() if isinstance(attempt, Transport)}
-    errors: dict[int, Exception] = {k: error for k, error in attempts.items() if isinstance(error, TransportError)}
+    transports = {k: connection for k, connection in connections.items() if isinstance(connection, Transport)}
+    errors: dict[int, Exception] = {k: error for k, error in connections.items() if isinstance(error, TransportError)}
     return errors | on_nodes(transports, lambda k: work(k, transports[k])).errors
 
 

@@ -133,7 +133,7 @@ def _serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Itera
     connections = connect_all(wanted)
     try:
         # The cluster may have been started from another machine.
-        transports = {k: attempt for k, attempt in connections.items() if isinstance(attempt, Transport)}
+        transports = {k: connection for k, connection in connections.items() if isinstance(connection, Transport)}
 
         def texts(k: int) -> dict[str, str]:
             folder = wanted.nodes[k].workdir.replace("{node_rank}", "*").rstrip("/")
@@ -258,8 +258,8 @@ def _new_plan(context: _ServeContext, found: ServingState) -> LaunchPlan:
     A server that starts again keeps its port unless another process uses it now.
     """
     draft = offline_plan(found.config, context.run_id)
-    attempts = {k: found.connections[k] for k in found.to_start}
-    facts, _ = require_preflight(context, attempts, draft, new_run=found.plan is None)
+    connections = {k: found.connections[k] for k in found.to_start}
+    facts, _ = require_preflight(context, connections, draft, new_run=found.plan is None)
     ports = {node.node_rank: node.service_port for node in found.plan.nodes} if found.plan else {}
 
     def with_old_port_first(k: int, fact: NodeFacts) -> NodeFacts:

@@ -34,7 +34,7 @@ from launcher.text import count
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 
-_TURN = 0.2  # seconds between two looks at the running trials
+_POLL = 0.2  # seconds between two looks at the running trials
 
 _RETRY_LOST = 30.0  # seconds after which lost hosts are tried again
 
@@ -229,7 +229,7 @@ class Sweep:
                     given = now.interrupted is not None and time.monotonic() > now.interrupted + _AGAIN
                     if now.leaving or (given and not now.stopping):
                         return "interrupted"
-                    time.sleep(_TURN)
+                    time.sleep(_POLL)
 
     def _left(self) -> int:
         return self.definition.trials - sum(trial.ended for trial in self.trials)
@@ -385,16 +385,16 @@ def unreachable(config: ClusterConfig, names: Sequence[str]) -> set[str]:
     """Return the nodes, by name, on which no command can be run now."""
     ordered = [name for name in _node_names(config) if name in names]
     chosen = resolve_run(filtered(config, ordered, ()))
-    attempts = connect_all(chosen)
+    connections = connect_all(chosen)
     away = set()
     try:
-        for name, attempt in zip(ordered, (attempts[k] for k in sorted(attempts)), strict=True):
+        for name, connection in zip(ordered, (connections[k] for k in sorted(connections)), strict=True):
             try:
-                if not isinstance(attempt, Transport):
-                    raise attempt
-                attempt.run(Command(("true",)), timeout=config.run.connect_timeout)
+                if not isinstance(connection, Transport):
+                    raise connection
+                connection.run(Command(("true",)), timeout=config.run.connect_timeout)
             except TransportError:
                 away.add(name)
     finally:
-        close_all(attempts)
+        close_all(connections)
     return away

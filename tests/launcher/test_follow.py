@@ -26,7 +26,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow_module, "_LAST_RESULT", 0.3)
     monkeypatch.setattr(follow_module, "_STOP_AFTER", 0.2)
     monkeypatch.setattr(follow_module, "_CHECK_EVERY", 0.05)
-    monkeypatch.setattr(follow_module, "_TURN", 0.02)
+    monkeypatch.setattr(follow_module, "_POLL", 0.02)
     monkeypatch.setattr(follow_module, "_STARTED", 0.2)
     monkeypatch.setattr(follow_module, "_LOST_TO_PEERS", 0.3)
 

@@ -29,7 +29,7 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_LAST_RESULT": 0.3, "_CHECK_EVERY": 0.05, "_TURN": 0.02}.items():
+    for name, value in {"_LAST_RESULT": 0.3, "_CHECK_EVERY": 0.05, "_POLL": 0.02}.items():
         monkeypatch.setattr(follow_module, name, value)
 
 

@@ -40,7 +40,7 @@ BROKEN = ConnectionLost("connection lost", host="host0")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_stream, "RETRY_EVERY", 0.02)
-    for name, value in {"_LAST_RESULT": 0.2, "_CHECK_EVERY": 0.03, "_TURN": 0.01, "_LOST_TO_PEERS": 0.2}.items():
+    for name, value in {"_LAST_RESULT": 0.2, "_CHECK_EVERY": 0.03, "_POLL": 0.01, "_LOST_TO_PEERS": 0.2}.items():
         monkeypatch.setattr(follow_module, name, value)
 
 

@@ -151,10 +151,10 @@ def test_hostile_records_do_not_end_the_supervisor(tmp_path: Path, loop: Loop) -
         assert not sock.getpeername()  # no name at which other users could send
     for data in HOSTILE_MAIL:
         os.write(mailbox.sender, data)
-        loop.turn(1.0)
+        loop.poll(1.0)
     sound = outcome("rank0", 0, 0, returncode=3, signal="SIGFUTURE", ended=1.0)
     write_or_mail(str(tmp_path / "missing" / "rank0.json"), sound, mailbox.sender)
-    loop.turn(1.0)
+    loop.poll(1.0)
     mailbox.close()
     assert book.outcomes["rank0"]["returncode"] == 3
     assert (tmp_path / "logs" / "supervisor.log").read_text().count("ignored a malformed record") == 1

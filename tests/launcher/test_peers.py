@@ -73,7 +73,7 @@ class Room:
             self.turn()
 
     def turn(self) -> None:
-        self.loop.turn(0.02)
+        self.loop.poll(0.02)
         everyone: list[Hub | Member] = [self.hub, *self.members]
         for peers in everyone:
             peers.look()

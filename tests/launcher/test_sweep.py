@@ -280,7 +280,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(
         sweeping, "unreachable", lambda config, names: {*names} & ({*names} if made.offline else made.away)
     )
-    monkeypatch.setattr(sweeping, "_TURN", 0.001)
+    monkeypatch.setattr(sweeping, "_POLL", 0.001)
     return made
 
 

@@ -57,12 +57,12 @@ def test_trackers_that_hang_end_with_the_run(tmp_path: Path, loop: Loop, monkeyp
         "job": {"trackers": {"mlflow": {}}},
     }
     spec = NodeSpec("r1", "t", 0, str(tmp_path), (RunNode("a", ranks=(0,)),), None, None, 9.0, 1.0, tracker=command)
-    tracked = tracking.Tracking(spec, journal, loop, loop.turn)
+    tracked = tracking.Tracking(spec, journal, loop, loop.poll)
     tracked.begin(spec, None)
     sight = Sight(spec, Peers(spec), {"ranks": {0: {"seeds_per_s": 9.0, "loss": 1.0}}}, [])
     found, deadline = [], time.monotonic() + 60
     while not found and time.monotonic() < deadline:
-        loop.turn(0.05)
+        loop.poll(0.05)
         found += tracked.look(sight)
     (finding,) = found
     assert (finding["kind"], finding["stop"]) == ("tracker", False)

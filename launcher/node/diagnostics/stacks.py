@@ -24,7 +24,7 @@ _WATCH = 0.8  # seconds in which the states of all processes are sampled
 
 _SAMPLE_EVERY = 0.08  # seconds between two samples
 
-_TURN = 0.03  # seconds between two checks of the stack file
+_POLL = 0.03  # seconds between two checks of the stack file
 
 _QUIET = 3  # checks without growth after which a dump that has the signalled thread is complete
 
@@ -86,7 +86,7 @@ class _Rank:
         self._sent = False
         self._begin = self._size = self._quiet = 0
 
-    def turn(self) -> bool:
+    def advance(self) -> bool:
         """Send the signal to the next process, or read its stacks once they are complete. Return whether none is left.
 
         Must be called repeatedly: the processes get the signal one after the other.
@@ -153,8 +153,8 @@ def collect(
     least, deadline, left = now + _WATCH, now + wait, ranks
     for rank in ranks:
         rank.sample(now)
-    while ((left := [rank for rank in left if not rank.turn()]) or (ranks and now < least)) and now < deadline:
-        pause(_TURN)
+    while ((left := [rank for rank in left if not rank.advance()]) or (ranks and now < least)) and now < deadline:
+        pause(_POLL)
         now = time.monotonic()
         if now - sampled >= _SAMPLE_EVERY:
             sampled = now

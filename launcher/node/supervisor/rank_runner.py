@@ -65,7 +65,7 @@ class _RankRunner:
             self._write("outcomes", {**record, "failed": True, "note": text, "tail": [text]})
             return 127
         while child.running():
-            self.loop.turn(0.5)
+            self.loop.poll(0.5)
             now = time.monotonic()
             alone = supervisor_gone(self.environment)
             if self._kill_at is None and (self.loop.signals or alone):
@@ -78,8 +78,8 @@ class _RankRunner:
             oom.look()
         child.pump()
         status = self._report(child, oom)
-        procs.end(lambda: _left_of(child), self.grace, lambda: self.loop.turn(0.05))
-        self.loop.turn(0)  # reaps the last orphans; not every container's init does
+        procs.end(lambda: _left_of(child), self.grace, lambda: self.loop.poll(0.05))
+        self.loop.poll(0)  # reaps the last orphans; not every container's init does
         child.close()
         return status
 
@@ -88,7 +88,7 @@ class _RankRunner:
         while self.ready_file and not os.path.exists(self.ready_file):
             if self.loop.signals or supervisor_gone(self.environment):
                 return False
-            self.loop.turn(_GLANCE)
+            self.loop.poll(_GLANCE)
         return True
 
     def _start(self) -> Child:

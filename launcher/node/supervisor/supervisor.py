@@ -45,7 +45,7 @@ HEARTBEAT = 1.0  #: seconds between two writes of state.json
 
 _FILES = 256  # open files besides the connections to the other supervisors
 
-_TURN = 0.2  # seconds between two checks of files and requests
+_POLL = 0.2  # seconds between two checks of files and requests
 
 _LOST_GRACE = 2.0  # seconds of grace after a lost node: its detection has used most of the 10 s in which a run must end
 
@@ -140,22 +140,22 @@ class Supervisor:
                 self.runners.begin()
             if spec.server is not None:
                 while not self.keeper.ready and (spec.trainer is None or self.runners.running()):
-                    self.turn()
+                    self.look()
                 self.set_state("serving")
 
             # Train.
             if spec.trainer is not None:
                 self.set_state("training")
                 while self.runners.running():
-                    self.turn()
+                    self.look()
                 self.check_ranks()
                 self.trained = True
 
-            # A node with a graph server, and the hub, go on while other nodes train, until a turn raises Ended.
+            # A node with a graph server, and the hub, go on while other nodes train, until a look raises Ended.
             if self.trained is None or (spec.has_peers and (spec.server or isinstance(self.peers, Hub))):
                 self.set_state("serving")
                 while True:
-                    self.turn()
+                    self.look()
             end = Ended("done", "")
         except Ended as ended:
             end = ended
@@ -283,7 +283,7 @@ class Supervisor:
         self.journal.event("process-start", name=name, pid=child.pid, pgid=child.pid, rank=None)
         return child
 
-    def turn(self) -> None:
+    def look(self) -> None:
         """Wait briefly, then check once for each possible reason to end this node. Raises Ended if there is one."""
         self.idle()
         self.check_requests()
@@ -315,9 +315,9 @@ class Supervisor:
             cause = self.own_cause(name, finding["kind"], finding["text"])
             raise Ended("failed", finding["text"], {**cause, "node_rank": finding["node_rank"]})
 
-    def idle(self, timeout: float = _TURN) -> None:
+    def idle(self, timeout: float = _POLL) -> None:
         """Wait at most ``timeout`` seconds; meanwhile handle output, other supervisors' messages and the heartbeat."""
-        self.loop.turn(timeout)
+        self.loop.poll(timeout)
         self.peers.look()
         self.peers = self.restarts.look(self.peers)
         self.health.findings += self.departed.new_findings()

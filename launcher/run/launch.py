@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -158,7 +159,15 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
     run_id = choose_run_id(config, options.run_id)
     # finds mistakes in the own command and in local parts before any connection is made
     draft = offline_plan(resolved, run_id, options.own_command, to_train=True)
-    context = LaunchContext(resolved, options, run_id, console)
+    with ExitStack() as turn:
+        with suppress(OSError):  # LaunchContext reports a folder that cannot be made
+            runs_dir = run_folder(resolved, run_id).parent
+            runs_dir.mkdir(parents=True, exist_ok=True)
+            lock = os.open(runs_dir, os.O_RDONLY)
+            turn.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of two launches with one run id, one makes the folder
+        choose_run_id(config, run_id)
+        context = LaunchContext(resolved, options, run_id, console)
     with ExitStack() as whole:
         interrupts = whole.enter_context(Interrupts())
         whole.enter_context(closing(context.events))

@@ -24,9 +24,11 @@ from launcher.node.programs.files import CODE_LIST, PART_SUFFIX, code_list
 from launcher.plan.files import FETCH_SPEC
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.sync.progress import TransferProgress
-from launcher.sync.transfer import FileTransfer, NodeSync, Stopped, is_manifest, with_digest
+from launcher.sync.transfer import FileTransfer, NodeSync, Stopped, ask_files, is_manifest, with_digest
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
+
+_RELEASE = 10.0  # seconds to delete the run folder of a launch that has failed
 
 
 @dataclass(frozen=True)
@@ -55,23 +57,26 @@ def sync(
 ) -> SyncReport:
     """Send all files of ``plan`` to the nodes in parallel.
 
-    A failure on one node, or Ctrl-C, stops all transfers; the next sync resumes them. Raises SyncError.
+    A failure on one node, or Ctrl-C, stops all transfers; the next sync resumes them, and the run folders on the nodes
+    are deleted. Raises SyncError, also if another launch has made the run folder of a new run.
     """
     stop = threading.Event()
     archive = _CodeArchive(plan)
     jobs = {
         node.node_rank: _PlanTransfer(
-            node, transports[node.node_rank], archive, progress or TransferProgress(), stop, connect_timeout
+            plan, node, transports[node.node_rank], archive, progress or TransferProgress(), stop, connect_timeout
         )
         for node in plan.nodes
     }
     try:
         answers = on_nodes(jobs, lambda k: jobs[k].run(), on_error=lambda *_: stop.set())
-    finally:
+        causes = {k: error for k, error in answers.errors.items() if not isinstance(error, Stopped)}
+        for node_rank in sorted(causes):
+            raise causes[node_rank]
+    except BaseException:
         stop.set()
-    causes = {k: error for k, error in answers.errors.items() if not isinstance(error, Stopped)}
-    for node_rank in sorted(causes):
-        raise causes[node_rank]
+        on_nodes([k for k, job in jobs.items() if job.claimed], lambda k: jobs[k].release())
+        raise
     return SyncReport(tuple(answers.values[node.node_rank] for node in plan.nodes))
 
 
@@ -114,6 +119,7 @@ class _PlanTransfer(FileTransfer):
 
     def __init__(
         self,
+        plan: LaunchPlan,
         node: NodePlan,
         transport: Transport,
         archive: _CodeArchive,
@@ -123,11 +129,28 @@ class _PlanTransfer(FileTransfer):
     ):
         super().__init__(node, transport, progress, stop, connect_timeout)
         self.node, self.archive = node, archive
+        self.new_run = not plan.serve_only  # graph servers start again in the folder that they have
+        generated = "\0".join(file.content for file in node.files if not file.source)  # contains the run's token
+        self.owner = hashlib.sha256(generated.encode()).hexdigest()
+        self.claimed = False
+
+    def release(self) -> None:
+        """Delete the run folder on the node, in which nothing has been started. Raises FleetError."""
+        request = {"op": "release", "path": self.node.run_dir, "owner": self.owner}
+        ask_files(self.transport, self.node, request, _RELEASE)
 
     def send_all(self) -> None:
+        if self.new_run:
+            answer = self.ask({"op": "claim", "path": self.node.run_dir, "owner": self.owner})
+            if not answer["mine"]:
+                raise self.error(
+                    f"the run id is already in use: another launch has just made {self.node.run_dir}; "
+                    "choose another --run-id"
+                )
+            self.claimed = True
         files = [with_digest(file) for file in self.node.files if file.source]
         files.sort(key=is_manifest)
-        found = self.inventory(files, [self.node.code_dir])
+        found = self.inventory(files, [self.node.code_dir], below=self.node.data_dir)
         has_code = found["folders"][0]
         if not has_code:
             self.current = self.node.code_dir

@@ -121,9 +121,13 @@ class FileTransfer(ABC):
         except (ConnectionLost, UnreachableError) as again:
             self._reconnect(failures + 1, again)
 
-    def inventory(self, files: Sequence[PlannedFile], folders: Sequence[str] = ()) -> dict[str, Any]:
-        """Ask the node which ``files`` and ``folders`` it has; return the reply of ``node/programs/files.py``."""
-        request = {"op": "inventory", "files": [entry_of(file) for file in files], "folders": list(folders)}
+    def inventory(self, files: Sequence[PlannedFile], folders: Sequence[str] = (), below: str = "") -> dict[str, Any]:
+        """Ask the node which ``files`` and ``folders`` it has; return the reply of ``node/programs/files.py``.
+
+        below: folder in which the node deletes what is no file but stands in the place of one.
+        """
+        entries = [entry_of(file) for file in files]
+        request = {"op": "inventory", "files": entries, "folders": list(folders), "below": below}
         return self.ask(request, hash_time(files))
 
     def send_files(self, found: Sequence[tuple[PlannedFile, dict[str, Any]]]) -> None:

@@ -47,6 +47,18 @@ def test_the_run_id_of_a_refused_launch_can_be_used_again(config: ClusterConfig,
     assert "given-up" not in (again.folder / "events.jsonl").read_text()
 
 
+def test_of_two_launches_at_once_with_one_run_id_the_second_is_refused(
+    config: ClusterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Both find the run id unused; the first makes the run folder while the second makes its draft.
+    monkeypatch.setattr(run_module, "offline_plan", lambda *_, **__: launch_context(config))
+    options = LaunchOptions(Path("cluster.yml"), run_id="r1")
+    with pytest.raises(UsageError, match="r1 exists already; choose another id"):
+        run_module.launch(config, options, Console(file=io.StringIO()))
+    assert (Path(config.run.runs_dir) / "r1/launch.json").exists()
+    assert not (Path(config.run.runs_dir) / "r1/result.json").exists()
+
+
 @pytest.mark.parametrize(("stage", "free"), [("connect", True), ("sync", True), ("start", False), ("train", False)])
 def test_the_run_id_of_a_killed_launcher_can_be_used_again_unless_the_run_may_have_started(
     config: ClusterConfig, stage: Stage, free: bool

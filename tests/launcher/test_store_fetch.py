@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,19 @@ def test_a_fetch_continues_at_the_byte_where_it_stopped(tmp_path: Path) -> None:
     fetch_into(tmp_path / "node", store, wanted(parts, 0))
     assert [(start, end) for path, start, end in store.reads if path == X0] == [(33_333, 43_333), (43_333, len(whole))]
     assert (tmp_path / "node" / X0).read_bytes() == whole and not begun.exists()
+
+
+@pytest.mark.parametrize("place", [X0, f"{X0}.part", "part0/nodes"])
+def test_what_stands_in_the_place_of_a_file_or_folder_is_replaced(tmp_path: Path, place: str) -> None:
+    parts = parts_in(tmp_path / "parts")
+    store = FaultyStore(tmp_path / "parts")
+    fetch_into(tmp_path / "node", store, wanted(parts, 0))
+    shutil.rmtree(tmp_path / "node/part0")
+    where = tmp_path / "node" / place
+    where.parent.mkdir(parents=True)
+    where.touch() if place.endswith("nodes") else where.mkdir()
+    fetch_into(tmp_path / "node", store, wanted(parts, 0))
+    assert (tmp_path / "node" / X0).read_bytes() == (tmp_path / "parts" / X0).read_bytes()
 
 
 def test_cut_connections_are_repeated_and_leave_what_has_arrived(tmp_path: Path) -> None:

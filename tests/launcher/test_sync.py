@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import tarfile
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,7 +139,49 @@ def flip_byte(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-@pytest.mark.parametrize("damage", [flip_byte, Path.unlink])
+def in_place_of(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+def folder_with_a_file(path: Path) -> None:
+    path.mkdir()
+    (path / "other").touch()
+
+
+IN_PLACE = [folder_with_a_file, os.mkfifo, lambda path: path.symlink_to("/nowhere"), lambda path: path.symlink_to("/")]
+
+
+@pytest.mark.parametrize("make", IN_PLACE)
+@pytest.mark.parametrize("name", [X, "manifest.json", "shared/nodes/node/seeds/train.npy.part"])
+def test_what_stands_in_the_place_of_a_file_is_replaced(
+    tmp_path: Path, name: str, make: Callable[[Path], object]
+) -> None:
+    plan = sync_plan(tmp_path)
+    sync(plan, transports(plan))
+    data = Path(plan.nodes[0].data_dir)
+    (data / name.removesuffix(PART_SUFFIX)).unlink()
+    make(data / name)
+    sync(plan, transports(plan))
+    sent = {path: (tmp_path / "parts" / path).read_bytes() for path in bytes_of(plan, 0)}
+    assert bytes_of(plan, 0) == sent and len(sent) == 4
+
+
+def test_a_file_in_the_place_of_a_folder_is_replaced(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    data = Path(plan.nodes[0].data_dir)
+    for place in (data, data / "part0", data / "part0/nodes"):
+        sync(plan, transports(plan))
+        shutil.rmtree(place)
+        place.touch()
+        sync(plan, transports(plan))
+        assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
+
+
+@pytest.mark.parametrize("damage", [flip_byte, Path.unlink, in_place_of(folder_with_a_file)])
 def test_damaged_code_is_sent_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     plan = sync_plan(tmp_path)
     sync(plan, transports(plan))
@@ -281,6 +325,29 @@ def test_ctrl_c_leaves_only_part_files_which_the_next_sync_resumes(tmp_path: Pat
     sync(plan, {0: line})
     assert (str(part), cut) in line.uploads
     assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
+
+
+def test_of_two_launches_with_one_run_id_the_second_changes_nothing(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    folder = Path(plan.nodes[0].run_dir)
+    (folder / "files").mkdir(parents=True)  # where programs on the node start, with an own script
+    sync(plan, transports(plan))
+    before = {path: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    files = tuple(replace(file, content=file.content and "other") for file in plan.nodes[0].files)
+    other = replace(plan, nodes=(replace(plan.nodes[0], files=files),))
+    with pytest.raises(SyncError, match=rf"node0 \(local\): the run id is already in use: .*{folder}; choose another"):
+        sync(other, transports(other))
+    assert {path: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+def test_a_failed_sync_leaves_no_run_folder_so_that_its_run_id_is_free(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    line = Breaking(0, breaks=9, error=lambda: RemoteFileError("no space", errno=errno.ENOSPC))
+    with pytest.raises(SyncError):
+        sync(plan, transports(plan, node0=line))
+    assert not any(Path(node.run_dir).exists() for node in plan.nodes)
+    sync(plan, transports(plan))
+    assert Path(plan.nodes[0].run_dir, "service.key").exists()
 
 
 def shared_plan(folder: Path, top: Path, *, other: Path | None = None) -> LaunchPlan:

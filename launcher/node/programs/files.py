@@ -1,7 +1,7 @@
 """Node program: compares files with digests, puts transferred files in place, unpacks code. Standard library only.
 
 ``main(request)`` answers one request, by its "op": ``inventory`` (also of code folders) and ``commit`` for sync and
-verify, ``unpack`` for code, ``disk`` for free space.
+verify, ``unpack`` for code, ``disk`` for free space, ``claim`` and ``release`` for the run folder of a new run.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ PART_SUFFIX = ".part"
 
 #: In a code folder: SHA-256 of the rest of this file, then path and SHA-256 of each code file, one per line.
 CODE_LIST = ".gnnfleet-code"
+
+#: In the run folder of a node: names the launch that made it.
+CLAIM = ".gnnfleet-launch"
 
 
 class DigestCache:
@@ -103,10 +106,11 @@ def write_whole(path: str, data: bytes) -> None:
         raise
 
 
-def inventory(files: list[Entry]) -> list[Entry]:
+def inventory(files: list[Entry], below: str = "") -> list[Entry]:
     """Compare files with their expected size and digest; return ``{path, state, have, error}`` for each file.
 
-    files: ``{path, bytes, sha256}`` of each file. state: present (size and digest match), different, missing, or
+    files: ``{path, bytes, sha256}`` of each file. below: folder that has only files that are sent; what stands there in
+    the place of a file is deleted. state: present (size and digest match), different, missing, or
     partial (an incomplete transfer, ``.part``). have: how many bytes are on this node. error: message of the system, or
     ''.
     """
@@ -114,11 +118,35 @@ def inventory(files: list[Entry]) -> list[Entry]:
         return []
     from concurrent.futures import ThreadPoolExecutor
 
-    cache = DigestCache()
+    cache, below = DigestCache(), os.path.expanduser(below)
+    for path in [os.path.expanduser(entry["path"]) for entry in files] if below else ():
+        if path.startswith(below + os.sep):
+            make_way(path, below)
+            make_way(path + PART_SUFFIX, below)
     with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         found = list(pool.map(lambda entry: _look(entry, cache), files))
     cache.save()
     return found
+
+
+def make_way(path: str, below: str) -> None:
+    """Delete what is no file at ``path``, such as a folder, a pipe or a dangling link, and what is no folder above it.
+
+    Above it, only ``below`` and what is in it is looked at. Raises OSError.
+    """
+    import contextlib
+    import shutil
+
+    at = below
+    with contextlib.suppress(FileNotFoundError):  # another launch has just deleted it
+        for name in ["", *os.path.relpath(path, below).split(os.sep)[:-1]]:
+            at = os.path.join(at, name) if name else at
+            if os.path.lexists(at) and not os.path.isdir(at):
+                os.unlink(at)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        elif os.path.lexists(path) and not os.path.isfile(path):
+            os.unlink(path)
 
 
 def _look(entry: Entry, cache: DigestCache) -> Entry:
@@ -192,6 +220,8 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
         _extract(archive, temporary)
         os.chmod(temporary, 0o755)
         try:
+            if os.path.lexists(dest) and not os.path.isdir(dest):
+                os.unlink(dest)
             os.rename(temporary, dest)
         except OSError:
             if not os.path.isdir(dest):
@@ -200,7 +230,9 @@ def unpack(archive: str, sha256: str, dest: str) -> str:
             import shutil
 
             for folder, _, names in os.walk(temporary):
-                into = os.path.join(dest, os.path.relpath(folder, temporary))
+                into = os.path.normpath(os.path.join(dest, os.path.relpath(folder, temporary)))
+                for name in names:
+                    make_way(os.path.join(into, name), dest)
                 os.makedirs(into, exist_ok=True)
                 shutil.rmtree(os.path.join(into, "__pycache__"), ignore_errors=True)
                 for name in names:
@@ -263,16 +295,46 @@ def disk(path: str) -> Entry:
     return {"path": folder, "free": shutil.disk_usage(folder).free}
 
 
+def claim(folder: str, owner: str) -> bool:
+    """Make ``folder`` for the launch ``owner``; return False if it belongs to another launch. Raises OSError.
+
+    It may exist without ``CLAIM``: this program may run in a folder below it, which is made first.
+    """
+    mark = os.path.join(os.path.expanduser(folder), CLAIM)
+    os.makedirs(os.path.dirname(mark), exist_ok=True)
+    try:
+        with open(mark, "x") as stream:
+            stream.write(owner)
+    except FileExistsError:
+        with open(mark) as stream:
+            return stream.read() == owner
+    return True
+
+
+def release(folder: str, owner: str) -> bool:
+    """Delete ``folder`` if it belongs to the launch ``owner``; return whether it does. Raises OSError."""
+    import shutil
+
+    folder = os.path.expanduser(folder)
+    with open(os.path.join(folder, CLAIM)) as stream:
+        mine = stream.read() == owner
+    if mine:
+        shutil.rmtree(folder)
+    return mine
+
+
 def main(request: Entry) -> Entry:
     """Answer one request, named by its "op"; return ``{"error": message, "errno": …}`` after an OSError."""
     operations: dict[str, Callable[[], Entry]] = {
         "inventory": lambda: {
-            "files": inventory(request["files"]),
+            "files": inventory(request["files"], request.get("below", "")),
             "folders": [has_code(folder) for folder in request["folders"]],
         },
         "commit": lambda: {"files": commit(request["files"])},
         "unpack": lambda: {"error": unpack(request["archive"], request["sha256"], request["dest"])},
         "disk": lambda: disk(request["path"]),
+        "claim": lambda: {"mine": claim(request["path"], request["owner"])},
+        "release": lambda: {"released": release(request["path"], request["owner"])},
     }
     try:
         return operations[request["op"]]()

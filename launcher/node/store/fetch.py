@@ -55,7 +55,7 @@ def fetch(store: RemoteFolder, folder: str, files: list[StoredFile], lines: Prog
     """
     os.makedirs(folder, exist_ok=True)
     with _locked(folder, lines):
-        states = inventory([_entry(folder, file) for file in files])
+        states = inventory([_entry(folder, file) for file in files], folder)
         missing = [(file, state) for file, state in zip(files, states, strict=True) if state["state"] != "present"]
         todo = [(file, int(state["have"]) if state["state"] == "partial" else 0) for file, state in missing]
         todo.sort(key=lambda item: item[0].path == MANIFEST)

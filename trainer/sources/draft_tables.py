@@ -209,6 +209,7 @@ class _Found:
     file: str  #: relative to the folder; of several, those for training
     rows: int
     columns: list[_Column] = field(default_factory=list)
+    shares: dict[tuple[str, str, str], float] = field(default_factory=dict)  #: ``_contained`` computes them once
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -897,14 +898,17 @@ def _key(value: str) -> str:
 
 def _contained(table: _Found, column: _Column, other: _Found, ids: _Column, share: float = 0.9) -> bool:
     """Return whether at least a share of a sample of a column's values are in a column of another table."""
-    values = (f"unnest({quoted(one.name)})" if list_type(one.type) else quoted(one.name) for one in (column, ids))
-    own, others = map(_key, values)
-    some = f"SELECT DISTINCT v FROM (SELECT {own} AS v FROM {table.scan.sql} LIMIT {_SAMPLE}) WHERE v IS NOT NULL"
-    count, inside = table.scan.database.rows(
-        f"SELECT count(*), count(*) FILTER (WHERE v IN (SELECT {others} FROM {other.scan.sql})) FROM ({some})",
-        table.scan.where,
-    )[0]
-    return bool(count) and inside >= share * count
+    pair = (column.name, other.file, ids.name)
+    if pair not in table.shares:
+        values = (f"unnest({quoted(one.name)})" if list_type(one.type) else quoted(one.name) for one in (column, ids))
+        own, others = map(_key, values)
+        some = f"SELECT DISTINCT v FROM (SELECT {own} AS v FROM {table.scan.sql} LIMIT {_SAMPLE}) WHERE v IS NOT NULL"
+        count, inside = table.scan.database.rows(
+            f"SELECT count(*), count(*) FILTER (WHERE v IN (SELECT {others} FROM {other.scan.sql})) FROM ({some})",
+            table.scan.where,
+        )[0]
+        table.shares[pair] = inside / count if count else 0.0
+    return table.shares[pair] >= share
 
 
 def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> _Drafted:

@@ -80,6 +80,7 @@ def run_cli(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, 
     return status, captured.out + captured.err
 
 
+@pytest.mark.slow
 def test_commands_of_the_page(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = typed("status", "runs", "logs", "attach", "collect")
     assert {words[0] for words in asked} == {"status", "runs", "logs", "attach", "collect"}

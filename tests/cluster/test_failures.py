@@ -163,9 +163,10 @@ def accounted_for(done: Launched, head: str) -> None:
     assert sum(map(int, re.findall(r"\d+", stopped_after[1] if stopped_after else "0"))) == stopped, done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "script"),
-    [("1", "counts.py")] + [pytest.param(rank, "steps.py", marks=pytest.mark.slow) for rank in ("1", "3")],
+    [("1", "counts.py"), ("1", "steps.py"), ("3", "steps.py")],
 )
 def test_a_rank_that_raises_leads_the_report(scene: Scene, rank: str, script: str) -> None:
     # Ranks of steps.py fail after another one.

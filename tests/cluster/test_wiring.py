@@ -102,8 +102,10 @@ def test_no_port_is_left_listening(hosts: list[Host]) -> None:
     ("where", "rule", "says"),
     [
         (0, "sport 29500 to {2} blackhole", "node2 → node0:29500 blocked: no answer"),
-        (2, "dport 29500 to {0} unreachable", "node2 → node0:29500 blocked: no route"),
-        (0, "sport 29400 blackhole", "all → node0:29400 blocked: no answer"),
+        pytest.param(
+            2, "dport 29500 to {0} unreachable", "node2 → node0:29500 blocked: no route", marks=pytest.mark.slow
+        ),
+        pytest.param(0, "sport 29400 blackhole", "all → node0:29400 blocked: no answer", marks=pytest.mark.slow),
     ],
 )
 def test_one_port_closed(hosts: list[Host], where: int, rule: str, says: str) -> None:

@@ -90,6 +90,7 @@ def test_a_dead_server_is_restarted_on_its_port(make: MakeRun) -> None:
     assert restart["text"] == ("server of node1 (gpu1) was killed by signal 9 (SIGKILL); restart 1 of 3 in 0.5 s")
 
 
+@pytest.mark.slow
 def test_a_dead_server_of_a_worker_is_restarted(make: MakeRun) -> None:
     run = make([[0], [1]], "ww").start()
     node = run.nodes[0]

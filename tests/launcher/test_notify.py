@@ -137,6 +137,7 @@ def kill_lead(run: Run) -> None:
     os.kill(lead.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_new_hub_tells_of_the_restart_and_the_end_after_the_lead_node_is_lost(tmp_path: Path, hook: Hook) -> None:
     run = RestartRun(tmp_path, 3, notify=[hook.url])
     try:

@@ -174,6 +174,7 @@ def test_status_collect_and_stop_of_a_run_without_a_launcher(local_run, capsys, 
     assert run_cli(capsys, "stop", "r1")[0] == 0
 
 
+@pytest.mark.slow
 def test_stop_now_skips_the_grace_period(local_run, capsys, monkeypatch) -> None:
     local_run.launched("train")
     for node in local_run.nodes:
@@ -382,6 +383,7 @@ def test_resume_with_fewer_epochs_than_the_checkpoint_has_is_refused(local_run) 
         assert again.options.overrides[-1] == f"train.epochs={epochs}"
 
 
+@pytest.mark.slow
 def test_resume_of_a_done_own_command_requires_a_change(local_run, capsys) -> None:
     script = local_run.top / "mine.py"
     script.write_text("print(1)")

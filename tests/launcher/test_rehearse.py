@@ -117,6 +117,7 @@ def test_a_wrong_fault_is_refused(text: str, message: str) -> None:
         Fault.parse(text).check(config)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_reported_as_in_a_real_run(tmp_path: Path) -> None:
     write_cluster(tmp_path, [{"host": "gnn1", "procs": 2}])
     (tmp_path / "steps.py").write_text(SCRIPT)

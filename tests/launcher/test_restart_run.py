@@ -114,6 +114,7 @@ def test_a_node_that_comes_back_too_late_ends_with_the_run(make: MakeRun) -> Non
     assert results[2]["reason"].endswith("no restart: the run has ended without this node")
 
 
+@pytest.mark.slow
 def test_a_lead_node_that_is_told_to_end_is_left_behind(make: MakeRun) -> None:
     run = make(2).stepping()
     run.nodes[0].supervisor.terminate()  # type: ignore[union-attr]
@@ -153,6 +154,7 @@ def test_a_part_that_no_other_node_has_ends_the_run(make: MakeRun) -> None:
     assert set(results[0]["lost"]) == {"1"}
 
 
+@pytest.mark.slow
 def test_restarts_are_used_up(make: MakeRun) -> None:
     run = make(2, restarts=1)
     run.nodes[1].spec["trainer"]["env"]["FAIL_AT"] = "5"

@@ -60,6 +60,7 @@ def test_serving_again_leaves_running_servers_alone(kit: ServingKit, toy: str) -
     assert kit.state(toy, 0)["pid"] == before
 
 
+@pytest.mark.slow
 def test_a_run_attaches_by_name_and_leaves_no_key(kit: ServingKit, toy: str, local_runs: dict[str, Launched]) -> None:
     # The run has the same losses as a run whose own nodes hold the graph.
     kit.training("one", toy, clients=1)

@@ -119,6 +119,7 @@ def test_environments_are_made_kept_and_repaired(
     assert (packages / "torch.py").exists() and not (environment / install.UNFINISHED).exists()
 
 
+@pytest.mark.slow
 def test_a_dry_run_and_a_refused_question_change_nothing(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

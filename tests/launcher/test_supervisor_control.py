@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fast_cases import fast_cases
 from launcher.node import leases, procs
 from node_kit import NODE, PYTHON, MakeFolder, RunFolder, python
 from peers_kit import SERVE, SLEEP, Run
@@ -93,7 +94,12 @@ def test_stop_with_a_dead_supervisor_releases_its_leases(
     assert list((tmp_path / "leases").iterdir()) == [] and run.processes() == []
 
 
-@pytest.mark.parametrize(("text", "alive"), [("{", True), ("[]", True), ('{"run_id": 1}', True), ("{", False)])
+@pytest.mark.parametrize(
+    ("text", "alive"),
+    fast_cases(
+        [("{", True), ("[]", True), ('{"run_id": 1}', True), ("{", False)], ("{", True), ('{"run_id": 1}', True)
+    ),
+)
 def test_a_damaged_node_json_is_reported_and_the_run_is_stopped_nevertheless(
     folder: MakeFolder, text: str, alive: bool
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch_geometric.data import Data
 
+from fast_cases import fast_cases
 from load_kit import assert_same
 from odd_graphs import GRAPHS, TO, cut, seeds_of
 from oracle import assert_identical, facts, hosts_of, layout_of, loader_of
@@ -28,6 +29,7 @@ HOW = {
     "induced": {"subgraph_type": "induced"},
     "bidirectional": {"subgraph_type": "bidirectional"},
 }
+FAST = ("uniform", "node times", "induced")
 LOADS = ("nodes", "binary", "triplet")
 EMPTY = functools.partial(cut, empty=(0, 2))
 
@@ -57,7 +59,7 @@ def places():
     return of
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", fast_cases(HOW, *FAST))
 @pytest.mark.parametrize("name", GRAPHS)
 def test_batches_do_not_depend_on_parts_or_empty_parts(places, name, how):
     data, whole, others = places(name)
@@ -95,7 +97,7 @@ def test_whole_neighbourhoods_equal_those_of_torch_geometric(places, name, how):
 
 
 @pytest.mark.filterwarnings("ignore:.* for 3 ranks")
-@pytest.mark.parametrize("how", [name for name in HOW if name not in ("induced", "bidirectional")])
+@pytest.mark.parametrize("how", fast_cases([name for name in HOW if name not in ("induced", "bidirectional")], *FAST))
 @pytest.mark.parametrize("name", GRAPHS)
 def test_shares_of_ranks_add_up_to_the_same_batches(places, name, how):
     # Every rank gets the same number of batches, some without seeds when there are fewer seeds than ranks.

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fast_cases import fast_cases
 from gateway_kit import client_graph, serving_parts, worker_graphs, written
 from load_kit import COUNTS, REV, WRITES, hetero_data, homo_data, parts_of
 from oracle import assert_identical, layout_of
@@ -144,7 +145,7 @@ def pairs_of(batch, index):
     return list(zip(index[0].tolist(), batch["paper"].n_id[index[1]].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", fast_cases(CASES, "drawn", "in-batch", "node times", "disjoint"))
 def test_batches_equal_plain_python_for_any_ranks_and_hosts(graphs, plain, name):
     case = CASES[name]
     times = case.get("input_time", np.full(len(AUTHORS), FAR))

@@ -135,6 +135,7 @@ def test_a_larger_cache_never_increases_received_bytes(tmp_path, monkeypatch, fa
     assert brought == sorted(brought, reverse=True) and brought[-1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["partitioned", "replicated"])
 @pytest.mark.parametrize("size", ["0", "10%"])
 def test_some_presampled_steps_predict_the_others(skewed, tmp_path, monkeypatch, topology, size) -> None:

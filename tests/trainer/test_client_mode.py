@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fast_cases import fast_cases
 from gateway_kit import HALVES, client_graph, serving_parts, worker_graphs, written
 from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
 from oracle import assert_identical
@@ -194,7 +195,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", fast_cases(SPLITS, "plain", "hetero, last times"))
 def test_workers_and_clients_give_every_rank_the_same_batches(tmp_path, split):
     # Each worker or client has two ranks; shares of the seeds and batches are equal, shuffled and in order.
     make, options = SPLITS[split]

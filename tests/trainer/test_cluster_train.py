@@ -97,6 +97,7 @@ def on_two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_nodes_train_as_one_process_does(name: str, on_two_nodes: Path, tmp_path: Path) -> None:
     train(job(write_parts(tmp_path / "parts", 1), tmp_path / "run", **RUNS[name]), Ranks())
@@ -110,6 +111,7 @@ def test_two_nodes_train_as_one_process_does(name: str, on_two_nodes: Path, tmp_
         assert 0 < epoch["own_s"] <= epoch["step_s"] and 0 <= epoch["batch_s"] <= epoch["own_s"]
 
 
+@pytest.mark.slow
 def test_two_nodes_infer_as_one_process_does(on_two_nodes: Path, tmp_path: Path) -> None:
     parts, checkpoint = write_parts(tmp_path / "parts", 2), on_two_nodes / "gat" / "checkpoints" / "last.pt"
     alone = infer(InferJob(checkpoint, parts, tmp_path / "out"), Ranks())

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from fast_cases import fast_cases
 from forked import Forked
 from trainer.core.compiled import KernelFiles, kernels_folder
 from trainer.sampler.neighbor_kernels import draw_edges
@@ -111,7 +112,7 @@ def test_kernels_go_to_a_temporary_folder_when_theirs_cannot_be_created(
     assert list((tmp_path / "tmp" / f"gnnfleet-kernels-{os.geteuid()}").glob("*.nbc"))
 
 
-@pytest.mark.parametrize("squatted", ["link", "open", "file"])
+@pytest.mark.parametrize("squatted", fast_cases(["link", "open", "file"], "open"))
 def test_a_squatted_temporary_folder_costs_one_folder_not_one_per_process(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, squatted: str
 ) -> None:
@@ -142,7 +143,9 @@ class Planted:
         return Path.touch, (self.path,)
 
 
-@pytest.mark.parametrize("writable", ["folder", "file", pytest.param("file of another", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "writable", ["folder", *(pytest.param(of, marks=pytest.mark.slow) for of in ("file", "file of another"))]
+)
 def test_kernels_that_other_users_could_write_are_not_loaded(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writable: str
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import gnnfleet as gf
+from fast_cases import fast_cases
 from gateway_kit import cluster_file, serving_parts
 from graphs import graph, hetero
 from train_kit import curve, job, metrics, run_ranks
@@ -176,7 +177,7 @@ def test_codes_of_edges_become_rows_after_the_numbers() -> None:
     assert torch.equal(embeddings.edges(BACK, values), values)
 
 
-@pytest.mark.parametrize("model", ["sage", "Plain"])
+@pytest.mark.parametrize("model", fast_cases(["sage", "Plain"], "sage"))
 def test_what_only_a_category_of_edges_tells_is_learned(
     model: str, own: Path, parts: Path, typed_parts: Path, tmp_path: Path
 ) -> None:  # fmt: skip
@@ -190,7 +191,13 @@ def test_what_only_a_category_of_edges_tells_is_learned(
 
 
 @pytest.mark.parametrize(
-    "model", ["sage", "rsage", "torch_geometric.nn.GAT", "typed torch_geometric.nn.GAT", "Plain", "Typed"]
+    "model",
+    fast_cases(
+        ["sage", "rsage", "torch_geometric.nn.GAT", "typed torch_geometric.nn.GAT", "Plain", "Typed"],
+        "sage",
+        "rsage",
+        "Typed",
+    ),
 )
 def test_an_embedding_is_a_one_hot_row_times_the_table_and_inference_agrees(
     model: str, own: Path, parts: Path, typed_parts: Path, tmp_path: Path
@@ -227,7 +234,7 @@ def logits_of(folder: Path) -> dict[int, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("hide", [False, True])
+@pytest.mark.parametrize("hide", fast_cases([False, True], True))
 def test_a_label_of_edges_that_follows_from_a_category_is_learned(
     hide: bool, rated_parts: Path, tmp_path: Path
 ) -> None:

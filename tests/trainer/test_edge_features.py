@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fast_cases import fast_cases
 from graphs import graph
 from train_kit import curve, job, run_ranks, write_parts
 from trainer.core.batch import Block
@@ -74,7 +75,7 @@ def test_a_layer_adds_the_mean_of_its_edges() -> None:
     torch.testing.assert_close(conv(block, x), expected)
 
 
-@pytest.mark.parametrize("model", ["sage", "rsage"])
+@pytest.mark.parametrize("model", fast_cases(["sage", "rsage"], "rsage"))
 def test_a_target_of_edge_features_is_learned_only_with_them(model: str, parts: Path, tmp_path: Path) -> None:
     found = {
         name: train(job(parts, tmp_path / name, **SETTINGS, model=model, **more), Ranks()).test

@@ -76,13 +76,14 @@ def test_the_page_runs_every_example() -> None:
     assert {Path(words[1]).stem for words in RUNS} == set(BARS) == {name[:-3] for name in scripts} - NOT_ALONE
 
 
+FAST = {"train_hetero", "temporal_classification", "train_mine"}
 NOT_ALONE = {"common", "prepare_debian", "remote_loader"}
 
 
 def marks(words: list[str]) -> tuple[pytest.MarkDecorator, ...]:
     """Return no mark for the first command of a fast script; return the mark "slow" for all other commands."""
     first = words is next(each for each in RUNS if each[1] == words[1])
-    return () if first and words[1] != "examples/link_prediction.py" else (pytest.mark.slow,)
+    return () if first and Path(words[1]).stem in FAST else (pytest.mark.slow,)
 
 
 @pytest.mark.parametrize("words", [pytest.param(run, id=" ".join(run[1:4]), marks=marks(run)) for run in RUNS])

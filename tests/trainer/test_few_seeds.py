@@ -85,7 +85,13 @@ def parts_of(folder: Path, data: Dataset) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("label", "count"), [("classification", "one"), ("regression", "two"), ("columns", "nine"), ("multilabel", "two")]
+    ("label", "count"),
+    [
+        ("classification", "one"),
+        pytest.param("regression", "two", marks=pytest.mark.slow),
+        ("columns", "nine"),
+        pytest.param("multilabel", "two", marks=pytest.mark.slow),
+    ],
 )
 def test_the_shares_of_a_step_add_up_to_the_step(label: str, count: str, tmp_path: Path) -> None:
     for typed in (False, True):

@@ -188,6 +188,7 @@ def test_a_million_hostile_messages_do_no_harm(tmp_path, encrypted: bool) -> Non
         assert storm(victim, insiders=800_000, strangers=200_000, seed=2).p99 < 1.0
 
 
+@pytest.mark.slow
 def test_a_hundred_busy_clients_that_are_killed_do_no_harm(tmp_path) -> None:
     # Each client sends about a hundred requests for batches and rows and never reads the replies.
     asked = [encode(request) for request in valid_requests(NODES)[-9:]] * 12

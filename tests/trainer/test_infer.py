@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from fast_cases import fast_cases
 from forked import fork
 from graphs import graph
 from ports import free_port
@@ -80,7 +81,7 @@ def whole_logits(out: Path) -> np.ndarray:
     return logits[np.argsort(ids)]
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", fast_cases(MODELS, "sage", "hgt"))
 def test_logits_equal_those_of_sampling_all_neighbours(model: str, trained: Path, tmp_path: Path) -> None:
     parts, checkpoint = parts_of(trained, MODELS[model]), trained / model / "checkpoints" / "last.pt"
     result = infer(InferJob(checkpoint, parts, tmp_path, nodes_at_once=50), Ranks())

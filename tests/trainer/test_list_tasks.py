@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from fast_cases import fast_cases
 from gateway_kit import cluster_file, serving_parts
 from train_kit import curve, job, metrics, run_forked, run_ranks
 from trainer.core.errors import DataError, SettingsError
@@ -237,6 +238,7 @@ def test_all_ranks_agree_and_lists_come_back_under_the_keys_of_rows(tmp_path: Pa
     assert np.mean(recalls) == pytest.approx(one["test_recall@5"], abs=1e-9)
 
 
+@pytest.mark.slow
 def test_lists_do_not_depend_on_what_is_later(tmp_path: Path) -> None:
     """Other products in orders after day 200 change the lists of later rows only: neither end of a link sees them."""
     later = np.where(BOUGHT > 200 * DAY, (SKU + 11) % PRODUCTS, SKU)
@@ -400,7 +402,7 @@ def _ranked(parts: str, out: str) -> None:
         Path(out, "found.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize(("num_parts", "ranks"), [(1, 1), (4, 3)])
+@pytest.mark.parametrize(("num_parts", "ranks"), fast_cases([(1, 1), (4, 3)], (1, 1)))
 def test_ranks_at_the_time_of_each_link_equal_a_reference(tmp_path: Path, num_parts: int, ranks: int) -> None:
     parts = likes(tmp_path / "likes", num_parts)
     for each in run_forked(_ranked, (str(parts), str(tmp_path)), ranks):

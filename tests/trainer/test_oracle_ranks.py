@@ -56,7 +56,12 @@ def arguments_of(kind, how, load):
     return {**given, "shuffle": True, "seed": 6}
 
 
-CASES = [(how, load) for how in HOW for load in LOADS if load != "nodes" or how not in LINKS_ONLY]
+CASES = [
+    pytest.param(how, load, marks=pytest.mark.slow if load == "triplet" else [])
+    for how in HOW
+    for load in LOADS
+    if load != "nodes" or how not in LINKS_ONLY
+]
 
 
 @pytest.mark.parametrize(("how", "load"), CASES)

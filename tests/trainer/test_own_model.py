@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import gnnfleet as gf
+from fast_cases import fast_cases
 from graphs import graph
 from nn_kit import homogeneous
 from own_models_kit import write_models
-from train_kit import SMALL, curve, job, run_ranks, write_parts
+from train_kit import SMALL, chosen_cases, curve, job, run_ranks, write_parts
 from trainer.core.batch import Batch
 from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.ranks import Ranks
@@ -34,7 +35,7 @@ from trainer.partition.write import write_partition
 from trainer.sources.load import load_dataset
 from trainer.train.job import train
 from trainer.train.model import check_on_graph
-from trainer.train.settings import InferJob, TrainSettings
+from trainer.train.settings import InferJob, TrainJob, TrainSettings
 
 MORE = """
 import torch
@@ -144,7 +145,11 @@ def named(sources: Path, model: str) -> str:
 FANOUTS = {"homo": (5, 3), "hetero": (2, 4)}
 
 
-def jobs(sources: Path, homo: Path, hetero: Path, folder: Path):
+def jobs(sources: Path, homo: Path, hetero: Path, folder: Path, cases: set[str]) -> list[TrainJob]:
+    return [one for one in all_jobs(sources, homo, hetero, folder) if str(one.run_dir.relative_to(folder)) in cases]
+
+
+def all_jobs(sources: Path, homo: Path, hetero: Path, folder: Path):
     """Yield the jobs of ``CASES``."""
     common = {"epochs": 1, "dropout": 0.5, "heads": 2}
     for parts, kind, models in ((homo, "homo", HOMO), (hetero, "hetero", HETERO)):
@@ -161,13 +166,20 @@ def jobs(sources: Path, homo: Path, hetero: Path, folder: Path):
 
 
 @pytest.fixture(scope="module")
-def alone(sources: Path, homo: Path, hetero: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cases(request: pytest.FixtureRequest) -> set[str]:
+    layerwise = {"homo/torch_geometric.nn.GraphSAGE", "homo/torch_geometric.nn.GAT"}
+    return chosen_cases(request, "case") | layerwise | {"homo/Own", "noisy"}
+
+
+@pytest.fixture(scope="module")
+def alone(sources: Path, homo: Path, hetero: Path, cases: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    for each in jobs(sources, homo, hetero, folder):
+    for each in jobs(sources, homo, hetero, folder, cases):
         train(each, Ranks())
     return folder
 
 
+FAST = ("homo/Own", "hetero/Typed", "hetero/torch_geometric.nn.GraphSAGE", "links", "deep")
 CASES = [
     *(f"homo/{model}" for model in HOMO),
     *(f"hetero/{model}" for model in HETERO),
@@ -180,9 +192,11 @@ RESUMED = ("homo/Own", "hetero/Typed", "hetero/torch_geometric.nn.GraphSAGE")
 
 
 @pytest.fixture(scope="module")
-def together(sources: Path, homo: Path, hetero: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def together(
+    sources: Path, homo: Path, hetero: Path, cases: set[str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("together")
-    for ended in run_ranks(2, *jobs(sources, homo, hetero, folder)):
+    for ended in run_ranks(2, *jobs(sources, homo, hetero, folder, cases)):
         assert ended.returncode == 0, ended.output
     return folder
 
@@ -206,7 +220,7 @@ def test_an_unrolled_batch_has_the_neighbours_of_each_hop(homo: Path, fanouts: t
     assert sorted(set(ids[counts[-2] :])) == ids[counts[-2] :], "once per depth"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", fast_cases(CASES, *FAST))
 def test_several_processes_train_the_same_model_as_one(case: str, alone: Path, together: Path) -> None:
     ours = curve(together / case)
     assert len(ours) >= (6 if case in RESUMED else 3)
@@ -291,7 +305,14 @@ def written(out: Path, parts: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "case", ["homo/Own", "hetero/Typed", "hetero/torch_geometric.nn.GraphSAGE", "links", "degrees"]
+    "case",
+    [
+        "homo/Own",
+        "hetero/Typed",
+        "hetero/torch_geometric.nn.GraphSAGE",
+        "links",
+        pytest.param("degrees", marks=pytest.mark.slow),
+    ],
 )
 def test_inference_of_other_classes_uses_sampled_neighbours_and_says_so(
     case: str, homo: Path, hetero: Path, alone: Path, tmp_path: Path

@@ -247,7 +247,12 @@ LISTED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "how", [{"eval_negatives": "all"}, pytest.param({}, marks=pytest.mark.slow), {"time_attr": "at"}]
+    "how",
+    [
+        {"eval_negatives": "all"},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"time_attr": "at"}, marks=pytest.mark.slow),
+    ],
 )
 def test_the_baseline_of_candidates_is_that_of_a_loop_on_any_ranks(tmp_path: Path, how: dict[str, Any]) -> None:
     parts, of_all = timed_shop(tmp_path / "parts", 4), how.get("eval_negatives") == "all"

@@ -14,6 +14,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.loader import NeighborLoader
 
+from fast_cases import fast_cases
 from load_kit import opened
 from partitions import store_of
 from pyg_reference import node_loader
@@ -99,7 +100,7 @@ def test_every_choice_has_its_probability_over_the_trees_of_a_batch(how):
     assert p_value(ours_of(3, **arguments), chances) > ODDS
 
 
-@pytest.mark.parametrize("how", CASES)
+@pytest.mark.parametrize("how", fast_cases(CASES, "weighted"))
 def test_every_choice_has_its_probability_over_epochs(how):
     arguments, chances = CASES[how]
     assert p_value(epochs_of(3, **arguments), chances) > ODDS
@@ -113,7 +114,7 @@ def test_the_chi_square_test_detects_a_bias():
     assert p_value(ours_of(3, weight_attr="weight"), choices(3, (WEIGHTS + 0.2).tolist())) < ODDS
 
 
-@pytest.mark.parametrize("how", [*CASES, "temporal"])
+@pytest.mark.parametrize("how", fast_cases([*CASES, "temporal"], "weighted", "temporal"))
 def test_the_reference_sampler_agrees(how):
     # Two-sample test: gnnfleet's draws and those of torch_geometric's loader come from one distribution.
     arguments, chances = {**CASES, "temporal": TEMPORAL}[how]

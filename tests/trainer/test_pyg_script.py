@@ -247,7 +247,8 @@ def scores(output):
 @pytest.mark.parametrize(
     ("name", "source", "ranks"),
     [
-        ("nodes", "memory", 1), ("hetero", "partition", 2), ("links", "partition", 2),
+        ("nodes", "memory", 1), ("hetero", "partition", 2),
+        pytest.param("links", "partition", 2, marks=pytest.mark.slow),
         pytest.param("nodes", "partition", 1, marks=pytest.mark.slow),
         pytest.param("nodes", "partition", 2, marks=pytest.mark.slow),  # test_load_ranks tests nodes on two ranks
         pytest.param("hetero", "memory", 1, marks=pytest.mark.slow),

@@ -15,6 +15,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import ppr as pyg_ppr
 from torch_geometric.utils import sort_edge_index, to_undirected
 
+from fast_cases import fast_cases
 from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data, parts_of
 from samplers_kit import TWO_HOSTS, assert_same_everywhere, over_the_wire
 from train_kit import curve, job, run_ranks, write_parts
@@ -410,7 +411,7 @@ LEARNED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", LEARNED)
+@pytest.mark.parametrize("case", fast_cases(LEARNED, "links"))
 def test_links_are_learned_from_neighbours_by_a_rule(case, tmp_path):
     dataset, model, settings = LEARNED[case]
     of = "node__to__node" if dataset == "synthetic" else settings["target"].split(",")[0]

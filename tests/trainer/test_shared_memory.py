@@ -44,6 +44,7 @@ def run_python(code: str, words: Sequence[str], world_size: int, simulated: bool
     return [rank.output for rank in ended]
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_share_a_copy_and_cache_rows_on_their_devices(tmp_path: Path) -> None:
     run_case(write_parts(tmp_path / "parts", dataset="synthetic-hetero", **SMALL), "shared", 2)
 

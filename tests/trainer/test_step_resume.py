@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from fast_cases import fast_cases
 from kill_kit import killed_run
 from train_kit import curve, job, metrics, run_ranks, write_parts
 from trainer.core.ranks import RankGroup, Ranks
@@ -31,7 +32,7 @@ KILLED = 2  #: processes of a run that is killed
 RESUMED = {"as many processes": 2, "one fewer": 1, "one more": 3}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=fast_cases(KINDS, "homogeneous"))
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fast_cases import fast_cases
 from test_tables import load, sql, write
 from trainer.core.errors import DataError
 from trainer.core.graph_attrs import decode_texts
@@ -416,7 +417,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
     database.close()
 
 
-@pytest.mark.parametrize("of", VALUES)
+@pytest.mark.parametrize("of", fast_cases(VALUES, *(of for of in VALUES if of not in ("FLOAT", "UBIGINT", "BOOLEAN"))))
 def test_a_column_is_read_alike_from_csv_and_parquet_or_refused(of: str, tmp_path: Path, database: Database) -> None:
     ordinary, *odd = VALUES[of]
     cells = [[ordinary, ordinary]] + [[ordinary, each] for each in odd]

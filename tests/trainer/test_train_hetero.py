@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from fast_cases import fast_cases
 from graphs import hetero
-from train_kit import curve, job, metrics, run_ranks, write_parts
+from train_kit import chosen_cases, curve, job, metrics, run_ranks, write_parts
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.ranks import Ranks
 from trainer.data.dataset import Dataset, EdgeData, NodeData
@@ -43,19 +44,26 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    return {name: RUNS[name] for name in sorted(chosen_cases(request, "name") | {"rgcn"})}
+
+
+@pytest.fixture(scope="module")
+def alone(parts: Path, runs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    for name, settings in RUNS.items():
+    for name, settings in runs.items():
         train(job(parts, folder / name, epochs=2, batch_size=44, **settings), Ranks())
     return folder
 
 
 @pytest.fixture(scope="module")
-def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def together(
+    parts: Path, runs: dict[str, dict[str, Any]], alone: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Train each model in three processes, and return the parent folder of the run folders."""
     # the run ``resumed`` trains the second epoch of rgcn, from the checkpoint of the run with one process
     folder = tmp_path_factory.mktemp("together")
-    jobs = [job(parts, folder / name, epochs=2, batch_size=44, **settings) for name, settings in RUNS.items()]
+    jobs = [job(parts, folder / name, epochs=2, batch_size=44, **settings) for name, settings in runs.items()]
     first = str(alone / "rgcn" / "checkpoints" / "epoch-0001.pt")
     resumed = job(parts, folder / "resumed", epochs=2, batch_size=44, resume=first, **RUNS["rgcn"])
     for ended in run_ranks(3, *jobs, resumed):
@@ -63,7 +71,7 @@ def together(parts: Path, alone: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", fast_cases(RUNS, "rgcn", "rsage, the latest", "tokens, ranks"))
 def test_several_processes_train_the_same_model_and_rows_as_one(name: str, alone: Path, together: Path) -> None:
     assert len(curve(alone / name)) == 2 * 3
     np.testing.assert_allclose(curve(together / name), curve(alone / name), rtol=1e-4)

@@ -53,6 +53,7 @@ def test_a_run_ends_after_as_many_evaluations_without_improvement(
     assert bool(why_ended(scores, stop, Metric("accuracy", "higher"))) == ends
 
 
+@pytest.mark.slow
 def test_a_patience_ends_a_run_at_the_same_epoch_on_any_number_of_processes_and_after_a_kill(
     parts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +193,7 @@ def test_the_learning_rates_are_those_of_torch_s_schedulers(name: str) -> None:
     "schedule,model",
     [
         (Schedule("cosine", warmup_steps=4, epochs=5), "rgcn"),
-        (Schedule("plateau", patience=1, factor=0.5, metric="loss"), "sage"),
+        pytest.param(Schedule("plateau", patience=1, factor=0.5, metric="loss"), "sage", marks=pytest.mark.slow),
     ],
     ids=["cosine", "plateau"],
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from fast_cases import fast_cases
 from forked import REPOSITORY, Forked
 from service_kit import server_environment
 
@@ -54,7 +55,7 @@ def at_once(right: Callable[[], bool]) -> None:
     assert found == [True] * THREADS * 20, f"{len(found)} right answers"
 
 
-@pytest.mark.parametrize("work", [read_a_batch_request, read_files_of_a_node])
+@pytest.mark.parametrize("work", fast_cases([read_a_batch_request, read_files_of_a_node], read_a_batch_request))
 def test_threads_may_read_a_type_for_the_first_time_at_once(work: Callable[[], None]) -> None:
     # in new processes, each of which crashed or refused the data in 20 to 40 % of all cases
     for _ in range(6):

@@ -184,6 +184,7 @@ def popularity(number: int, pairs: Tensor) -> Tensor:
     return torch.from_numpy(counts[0][pairs[:, 0]] + counts[1][pairs[:, 1]]).double()
 
 
+@pytest.mark.slow
 def test_a_client_without_parts_trains_and_predicts_the_same(
     graphs: dict[int, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

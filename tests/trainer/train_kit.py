@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from forked import REPOSITORY, Forked, fork
@@ -149,6 +150,12 @@ def finish_all(ranks: Sequence[Forked], timeout: float = DEADLINE) -> list[Ended
         texts = [f"process {k}, {rank.returncode}: {rank.output}" for k, rank in enumerate(ranks)]
         raise AssertionError(f"did not end within {timeout} s:\n" + "\n".join(texts)) from None
     return [Ended(rank.wait(), rank.output) for rank in ranks]
+
+
+def chosen_cases(request: pytest.FixtureRequest, argument: str) -> set[str]:
+    """Return the values of a parameter in those tests of the file of ``request`` that run, slow ones or the others."""
+    calls = (getattr(item, "callspec", None) for item in request.session.items if item.path == request.path)
+    return {call.params[argument] for call in calls if call is not None and argument in call.params}
 
 
 def run_ranks(world_size: int, *jobs: TrainJob) -> list[Ended]:

@@ -26,11 +26,8 @@ def why_no_kernels(device: torch.device) -> str:
         return "" if device.type == "cpu" else "NUMBA_ENABLE_CUDASIM=1 is set: kernels run on the CPU only"
     if device.type != "cuda":
         return f"the device is {device.type}"
-    return _why_no_launch(device)
 
-
-def _why_no_launch(device: torch.device) -> str:
-    """Compile and run a small kernel on a CUDA device. Returns why this fails, or ''."""
+    # Compile and run a small kernel on the device.
     cuda = import_module("numba.cuda")
     if not cuda.is_available():
         return f"numba-cuda finds no usable CUDA driver: {_line(cuda.cuda_error())}"

@@ -20,8 +20,7 @@ from trainer.core.schema import AnyType, type_name
 from trainer.cuda import gather_kernels
 from trainer.cuda.launch import Mapped
 from trainer.cuda.shared_memory import JoinedArray
-from trainer.store.manifest import AttrSpec
-from trainer.store.part_store import EdgePart, NodePart, PartStore
+from trainer.store.part_store import PartStore
 
 _PINNED_SHARE = 0.5  #: largest share of the host's available memory for pinned rows
 
@@ -114,7 +113,7 @@ class PinnedPlan:
         sizes = {
             key: sum(array.num_bytes for array in feature_arrays(store, *key))
             for key in keys
-            if _spec(store, *key).stored.kind in _KINDS  # kernels convert these to float32
+            if store.manifest.attrs_of(key[0])[key[1]].stored.kind in _KINDS  # kernels convert these to float32
         }
         chosen, left = [], limit
         for key, size in sorted(sizes.items(), key=lambda each: -each[1]):
@@ -126,7 +125,7 @@ class PinnedPlan:
         if chosen:
             text.append(f"rows of {size_text(limit - left)} in pinned host memory")
         if others:
-            names = ", ".join(f"{name} of {of if isinstance(of, str) else type_name(of)}" for of, name in others)
+            names = ", ".join(f"{name} of {type_name(of)}" for of, name in others)
             text.append(
                 f"{names} gathered by the CPU: {size_text(sum(sizes[key] for key in others))} are more than the "
                 f"{size_text(limit)} that may be pinned"
@@ -136,7 +135,7 @@ class PinnedPlan:
 
 def feature_arrays(store: PartStore, of: AnyType, name: str) -> list[JoinedArray]:
     """Return one attribute of all parts on this host as an array: its rows, and the scales of rows stored as int8."""
-    spec, parts = _spec(store, of, name), [_table(store, part_id, of) for part_id in store.parts]
+    spec, parts = store.manifest.attrs_of(of)[name], [part.table(of) for part in store.parts.values()]
     count = sum(len(part.attrs[name]) for part in parts)
     first = parts[0].attrs[name] if parts else np.empty(0, spec.in_files)
     dtype = torch.from_numpy(np.empty(0, first.dtype)).dtype
@@ -156,17 +155,7 @@ def pinned_rows(
     if table is None:
         return None
     bases, count = [-1] * store.manifest.num_parts, 0
-    for part_id in store.parts:
+    for part_id, part in store.parts.items():
         bases[part_id] = count
-        count += len(_table(store, part_id, of).attrs[name])
+        count += len(part.table(of).attrs[name])
     return _PinnedRows(table, scales, torch.tensor(bases, dtype=torch.int64, device=device))
-
-
-def _table(store: PartStore, part_id: int, of: AnyType) -> NodePart | EdgePart:
-    part = store.parts[part_id]
-    return part.nodes[of] if isinstance(of, str) else part.edges[of]
-
-
-def _spec(store: PartStore, of: AnyType, name: str) -> AttrSpec:
-    manifest = store.manifest
-    return manifest.nodes[of].attrs[name] if isinstance(of, str) else manifest.edges[of].attrs[name]

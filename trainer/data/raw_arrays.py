@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
+from trainer.core.files import read_json
 from trainer.core.graph_attrs import CATEGORIES
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
 from trainer.data.options import SourceOptions
@@ -54,6 +57,14 @@ class RawGraph:
         """All node types that have a number of nodes or an array in the source, or are an end of an edge type."""
         ends = [end for source, _, target in self.edges for end in (source, target)]
         return tuple(dict.fromkeys([*self.num_nodes, *self.nodes, *ends]))
+
+
+def read_data_json(path: Path) -> Any:
+    """Parse a JSON file. Raises ``DataError`` if it cannot be read."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def split_prefix(name: str) -> str | None:

@@ -16,6 +16,7 @@ from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.graph_attrs import is_task_table
 from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.schema import AnyType, LinkTypes, is_link_types, link_types, seed_types, target_name, type_name
+from trainer.core.train_config import is_own_model
 from trainer.graph.open import Graph
 from trainer.infer.edge_predictions import EdgePredictions, SampledEdges
 from trainer.infer.link_predictions import (
@@ -33,7 +34,6 @@ from trainer.nn.edge_model import EdgeModel
 from trainer.nn.layerwise_inference import stack_of
 from trainer.nn.link_embeddings import LinkEmbeddings
 from trainer.nn.link_model import LinkModel
-from trainer.nn.models import is_own
 from trainer.store.manifest import Manifest
 from trainer.train.checkpoint import Checkpoint, graph_record
 from trainer.train.fit import metrics_text
@@ -91,7 +91,7 @@ def _infer(
     job: InferJob, graph: Graph, saved: Checkpoint, scratch: Path, parquet: bool, group: RankGroup
 ) -> InferResult:  # fmt: skip
     settings, built = TrainSettings(**saved.settings), source_folders(job.checkpoint)
-    if is_own(settings.model):
+    if is_own_model(settings.model):
         group.agree(lambda: reads_types(settings.model, built))  # raises errors of its import on all ranks
     model, _ = trained_model(saved, group.device, built)
     target, epoch = saved.built_from["target"], saved.best.epoch if saved.best else saved.epoch

@@ -253,7 +253,13 @@ class _PartitionJoin:
         return data
 
     def _nodes(self, to: Any, of: NodeType, node: Tensor, sampled: SampledBatch) -> None:
-        rows = self._rows_of_nodes(of, node, sampled)
+        wanted, rows = node.numpy(), sampled.rows[of]
+        if (at := places_of(wanted, rows["orig_id"])) is not None:
+            rows = _take(rows, at)
+        else:  # a transform added nodes: all are requested from the graph again
+            ids = checked_ids(wanted, self._graph.manifest.nodes[of].num_nodes, of, "nodes of transform_sampler_output")
+            request = RowRequest(of, self._graph.store.to_global(of, ids), self._attrs[of])
+            (rows,) = self._graph.access.gather([request])
         for name in self._attrs[of]:
             values = as_tensor(rows[name], self._spec(of, name))
             to[name] = as_label(values) if name == "y" else values
@@ -268,17 +274,7 @@ class _PartitionJoin:
             to[name] = None if rows is None else as_tensor(rows[name], self._spec(of, name))
 
     def _spec(self, of: AnyType, name: str) -> AttrSpec:
-        manifest = self._graph.manifest
-        return (manifest.nodes[of] if isinstance(of, str) else manifest.edges[of]).attrs[name]
-
-    def _rows_of_nodes(self, of: NodeType, node: Tensor, sampled: SampledBatch) -> Columns:
-        wanted, rows = node.numpy(), sampled.rows[of]
-        if (at := places_of(wanted, rows["orig_id"])) is not None:
-            return _take(rows, at)
-        ids = checked_ids(wanted, self._graph.manifest.nodes[of].num_nodes, of, "nodes of transform_sampler_output")
-        request = RowRequest(of, self._graph.store.to_global(of, ids), self._attrs[of])
-        # If a transform added nodes, all are requested from the graph again.
-        return self._graph.access.gather([request])[0]
+        return self._graph.manifest.attrs_of(of)[name]
 
     @staticmethod
     def _rows_of_edges(of: EdgeType, edge: Tensor, sampled: SampledBatch) -> Columns:

@@ -43,7 +43,7 @@ from trainer.nn.link_model import LinkModel
 from trainer.nn.models import BlockModel
 from trainer.sampler.multi_hop import sample_multi_hop
 from trainer.sampler.relabel import RelabelTables
-from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet, TimeRule
+from trainer.sampler.types import RowRequest, SampleSettings, SeedSet, TimeRule
 from trainer.store.manifest import LOOPLESS_DEGREE
 
 
@@ -335,17 +335,14 @@ class WholeGraph:
             always = np.full(len(ids), np.iinfo(np.int64).max)
             seeds = SeedSet({of: ids}, {of: np.asarray(rows["orig_id"], np.int64)}, {of: always})
         found = sample_multi_hop(self.graph.access, self.graph.manifest, seeds, settings, 0, self._tables)
-        attrs = self._edge_rows(found, need)
-        blocks = {edge_type: block_of(found, edge_type, 0, attrs) for edge_type in need.edge_types}
-        return _NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
-
-    def _edge_rows(self, found: SampledSubgraph, need: LayerNeed) -> dict[EdgeType, Tensor]:
         every = edge_columns(self.graph.manifest, self.edge_attr)
         columns = {of: specs for of, specs in every.items() if of in need.edge_types}
-        ids = {of: found.edges[of].edge for of in columns}
-        wanted = [RowRequest(of, edges, tuple(columns[of])) for of, edges in ids.items() if edges is not None]
+        ids_of = {of: found.edges[of].edge for of in columns}
+        wanted = [RowRequest(of, edges, tuple(columns[of])) for of, edges in ids_of.items() if edges is not None]
         answers = self.graph.access.gather(wanted)
-        return {of: edge_rows(rows, columns[of]) for of, rows in zip(columns, answers, strict=True)}
+        attrs = {of: edge_rows(rows, columns[of]) for of, rows in zip(columns, answers, strict=True)}
+        blocks = {edge_type: block_of(found, edge_type, 0, attrs) for edge_type in need.edge_types}
+        return _NodeChunk({other: found.nodes[other].ids for other in need.sources}, blocks, num_dst)
 
     def _features(self, chunk: _NodeChunk) -> HeteroBatch:
         specs = self.graph.manifest.nodes

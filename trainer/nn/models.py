@@ -227,11 +227,6 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
         return model
 
 
-def is_own(model: str) -> bool:
-    """Return whether ``model`` names a class, as ``FILE.py:CLASS`` or ``PACKAGE.CLASS``, not a bundled model."""
-    return ":" in model or "." in model
-
-
 def _check_kind(model: str, facts: GraphFacts) -> None:
     homo, hetero = ", ".join(HOMO_MODELS), ", ".join(HETERO_MODELS)
     if model not in {**HOMO_MODELS, **HETERO_MODELS}:

@@ -368,7 +368,13 @@ class Hops:
         ``rows``: node rows. ``indices``: the edges. ``attrs``: edge attributes. Raises ``SettingsError`` for a batch
         without counts per hop.
         """
-        nodes, edges = _hop_counts(batch)
+        names, typed = ("num_sampled_nodes", "num_sampled_edges"), isinstance(batch, HeteroData)
+        nodes, edges = (batch.collect(name, allow_empty=True) if typed else batch.get(name) for name in names)
+        if not nodes or not edges or (typed and None in edges.values()):
+            raise SettingsError(
+                "the batch has no num_sampled_nodes and num_sampled_edges (counts per hop), so it cannot be trimmed; "
+                "sample with subgraph_type='directional', or use the model without trimming"
+            )
         hops = len(next(iter(nodes.values())) if isinstance(nodes, Mapping) else nodes) - 1
         for surplus in range(1, hops - num_layers + 1):
             rows, indices, attrs = trim_to_layer(surplus, nodes, edges, rows, indices, attrs)
@@ -382,18 +388,6 @@ class Hops:
         extra = {edge_arg: self.attrs} if edge_arg else {}
         counts = {"num_sampled_nodes_per_hop": self.nodes, "num_sampled_edges_per_hop": self.edges}
         return model(self.rows, self.indices, **counts, **extra)
-
-
-def _hop_counts(batch: Data | HeteroData) -> tuple[Any, Any]:
-    names = ("num_sampled_nodes", "num_sampled_edges")
-    typed = isinstance(batch, HeteroData)
-    nodes, edges = (batch.collect(name, allow_empty=True) if typed else batch.get(name) for name in names)
-    if not nodes or not edges or (typed and None in edges.values()):
-        raise SettingsError(
-            "the batch has no num_sampled_nodes and num_sampled_edges (counts per hop), so it cannot be trimmed; "
-            "sample with subgraph_type='directional', or use the model without trimming"
-        )
-    return nodes, edges
 
 
 def _fitted(counts: Counts | Mapping[AnyType, Counts], length: int) -> Counts | dict[AnyType, Counts]:

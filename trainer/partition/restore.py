@@ -19,7 +19,7 @@ from trainer.partition.clusters import CLUSTER
 from trainer.partition.verify import verify_partition
 from trainer.store.manifest import AttrSpec, Manifest
 from trainer.store.npy import rows_per_chunk
-from trainer.store.part_store import EdgePart, NodePart, PartStore, open_parts
+from trainer.store.part_store import PartStore, open_parts
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Restored:
 
     def _pieces(self, of: AnyType, name: str) -> Iterator[Piece]:
         for part_id, part in self.store.parts.items():
-            owned: NodePart | EdgePart = part.nodes[of] if isinstance(of, str) else part.edges[of]
+            owned = part.table(of)
             values, scales = owned.attrs[name], owned.scales.get(name)
             place = f"{self.store.folder}/part{part_id}: {name}"
             if scales is None:

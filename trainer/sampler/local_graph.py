@@ -179,7 +179,7 @@ class LocalGraph(GraphAccess):
                     if name == LOOPLESS_DEGREE:
                         degree -= self._loops(part, of)[rows.rows]
                     put_rows(degree, RowPlacement.in_order(rows.at), values)
-                elif name in (table := _table(part, of)).scales:
+                elif name in (table := part.table(of)).scales:
                     take_scaled(table.attrs[name], table.scales[name], rows.rows, rows.at, values)
                 else:
                     put_rows(_column(table, name), rows, values)
@@ -224,16 +224,12 @@ def _column(table: NodePart | EdgePart, name: str) -> Array:
 
 
 def _mapped(part: Part, of: AnyType, names: Iterable[str]) -> Iterator[Array]:
-    table = _table(part, of)
+    table = part.table(of)
     for name in names:
         if name not in ("in_degree", LOOPLESS_DEGREE):
             yield _column(table, name)
             if name in table.scales:
                 yield table.scales[name]
-
-
-def _table(part: Part, of: AnyType) -> NodePart | EdgePart:
-    return part.nodes[of] if isinstance(of, str) else part.edges[of]
 
 
 def _in_degree(part: Part, of: AnyType, rows: Ids) -> Ids:

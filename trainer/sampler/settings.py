@@ -134,8 +134,7 @@ def row_spec(store: PartStore, of: AnyType, name: str) -> tuple[np.dtype[Any], t
     check_type(store, of)
     if name == "orig_id" or (name in ("in_degree", LOOPLESS_DEGREE) and isinstance(of, str)):
         return np.dtype(np.int64), ()
-    manifest = store.manifest
-    attrs = manifest.nodes[of].attrs if isinstance(of, str) else manifest.edges[of].attrs
+    attrs = store.manifest.attrs_of(of)
     if name not in attrs:
         raise PartitionError(f"no attribute {name!r} of {of!r}; there are {sorted(attrs)}")
     return attrs[name].stored, tuple(attrs[name].shape[1:])

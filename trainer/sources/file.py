@@ -15,12 +15,11 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
-from trainer.core.files import read_json
 from trainer.core.graph_attrs import CATEGORIES
 from trainer.core.memory import check_unpacked
 from trainer.core.schema import EdgeType, NodeType, check_word
 from trainer.data.options import SourceOptions
-from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, by_name
+from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, by_name, read_data_json
 from trainer.store.npy import map_npy
 
 _SUBFOLDER = "hetero"  #: sub-folder with typed arrays, for a folder that also holds the graph as a homogeneous one
@@ -102,10 +101,7 @@ def _typed(name: str, arrays: RawArrays, counts: Mapping[NodeType, int]) -> RawG
 def _counts(files: list[Path]) -> dict[NodeType, int]:
     counts: dict[NodeType, int] = {}
     for path in files:
-        try:
-            found = read_json(path)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} cannot be read as JSON: {error}") from error
+        found = read_data_json(path)
         wanted = isinstance(found, dict) and all(type(n) is int and n >= 0 for n in found.values())
         if not wanted:
             raise DataError(f"{path}: expected {{node type: number of nodes, …}}, with whole numbers")

@@ -86,6 +86,9 @@ class Part:
     nodes: Mapping[NodeType, NodePart]
     edges: Mapping[EdgeType, EdgePart]
 
+    def table(self, of: AnyType) -> NodePart | EdgePart:
+        return self.nodes[of] if isinstance(of, str) else self.edges[of]
+
 
 @dataclass(frozen=True)
 class EndpointTable:

@@ -21,6 +21,7 @@ from trainer.core.ranks import RankGroup, Ranks, join_ranks, pick_device
 from trainer.core.remote_settings import CacheSize
 from trainer.core.schema import is_link_types, link_types, type_name
 from trainer.core.slabs import keep_freed_memory
+from trainer.core.train_config import is_own_model
 from trainer.graph.cache_fill import cache_bytes, device_rows, fill_cache
 from trainer.graph.cache_policy import BatchPlan
 from trainer.graph.environment import await_own_server, compares_digests, is_client
@@ -28,7 +29,6 @@ from trainer.graph.open import Graph, open_graph
 from trainer.graph.seed_order import RankLayout
 from trainer.loader.block_loader import BatchLoader, BlockLoader, columns_of
 from trainer.nn.kernels.precision import why_slow
-from trainer.nn.models import is_own
 from trainer.sampler.rule_types import PPR
 from trainer.store.digest_check import checked_digests
 from trainer.store.part_store import open_parts
@@ -243,7 +243,7 @@ def _prepare(job: TrainJob, graph: Graph, group: RankGroup, metrics: MetricsLog)
     model, embedding = group.agree(lambda: make_model(settings, facts, target, rows, group.device, folders, outputs))
     if left_out and is_first:
         print(f"note: {left_out}", flush=True)
-    if is_own(settings.model):
+    if is_own_model(settings.model):
         group.agree(lambda: keep_sources(settings.model, folders, job.run_dir / "files") if is_first else None)
         if is_first and any(isinstance(module, _BatchNorm) for module in model.modules()):
             print(f"note: {settings.model}: {_OWN_SHARE}", flush=True)

@@ -17,11 +17,12 @@ from trainer.core.errors import CheckpointError, SettingsError
 from trainer.core.graph_attrs import decode_texts, is_task_table, silent_types
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import AnyType, NodeType, is_link_types, link_types, seed_types, type_name, types_with_messages
+from trainer.core.train_config import is_own_model
 from trainer.graph.open import Graph, open_graph
 from trainer.loader.block_loader import edge_columns
 from trainer.nn.categories import Categories, Category, CategoryEmbeddings, categories_of, find_categories, texts_name
 from trainer.nn.graph_facts import GraphFacts, facts_of, layer_needs
-from trainer.nn.models import HETERO_MODELS, build_model, is_own
+from trainer.nn.models import HETERO_MODELS, build_model
 from trainer.nn.sharded_embedding import ShardedEmbedding, scatter_tables
 from trainer.sampler.rules import check_rule, rule_edges, rule_schema, without_silent
 from trainer.sampler.types import RowRequest
@@ -82,7 +83,7 @@ def _on_rule(manifest: Manifest, settings: TrainSettings, target: Target) -> Man
 
 def _with_scores(facts: GraphFacts, settings: TrainSettings) -> GraphFacts:
     """Return the facts of a run, whose model class reads the scores of neighbours as features of edges."""
-    ruled = settings.rule and is_own(settings.model)
+    ruled = settings.rule and is_own_model(settings.model)
     return replace(facts, edge_dims=dict.fromkeys(facts.edge_types, 1)) if ruled else facts
 
 
@@ -174,7 +175,7 @@ def make_model(
     embedding = ShardedEmbedding(rows, settings.hidden, settings.seed, device) if rows else None
     model: Any
     build: Callable[..., nn.Module] = build_model
-    if is_own(settings.model):
+    if is_own_model(settings.model):
         from trainer.own.own_model import build_own  # imported here because it imports torch_geometric
 
         build = partial(build_own, folders=folders)
@@ -210,7 +211,7 @@ def embedded_nodes(
     categories = categories_of(manifest, settings.category_dims, settings.edge_attr)
     seen = _on_rule(manifest, settings, target)
     facts = model_facts(seen, target, outputs, settings.edge_attr, categories=categories)
-    own = is_own(settings.model)
+    own = is_own_model(settings.model)
     if settings.model not in HETERO_MODELS and not own:
         other = f"model {settings.model} has no trainable rows of nodes; {', '.join(HETERO_MODELS)} have"
         if settings.embeddings == "all":
@@ -305,7 +306,7 @@ def in_degrees(graph: Graph, settings: TrainSettings, folders: Sequence[Path], g
 
         return reads_degrees(load_class(settings.model, folders))
 
-    if not is_own(settings.model) or not group.agree(needed):
+    if not is_own_model(settings.model) or not group.agree(needed):
         return ()
     nodes = graph.manifest.nodes
 

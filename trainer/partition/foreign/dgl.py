@@ -21,7 +21,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
 from trainer.core.files import read_json
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
-from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.raw_arrays import RawArray, RawGraph, read_data_json
 from trainer.data.work_arrays import Piece, WorkArrays, assembled
 from trainer.partition.foreign.dgl_files import DglGraph, Tensors, read_graph_file, read_tensor_file
 from trainer.partition.foreign.types import ForeignFormat, ForeignGraph
@@ -312,10 +312,7 @@ def _config(folder: Path) -> Path:
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
-    try:
-        meta: Mapping[str, Any] = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+    meta: Mapping[str, Any] = read_data_json(path)
     if type(meta["num_parts"]) is not int or meta["num_parts"] < 1:
         raise DataError(f"{path}: num_parts is {meta['num_parts']!r}, expected a number")
     for key in ("node_map", "edge_map"):

@@ -19,7 +19,7 @@ from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.files import read_json
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
-from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.raw_arrays import RawArray, RawGraph, read_data_json
 from trainer.data.work_arrays import Piece, WorkArrays, assembled
 from trainer.partition.foreign.dgl import EDGE_NAMES, NODE_NAMES, as_mask, renamed
 from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, part_numbers
@@ -52,7 +52,12 @@ class _Graph:
 
     @cached_property
     def meta(self) -> Mapping[str, Any]:
-        return _read_metadata(self.folder)
+        path = self.folder / METADATA
+        meta = read_data_json(path)
+        missing = [key for key in ("node_type", "edge_type", "edges") if not isinstance(meta, dict) or key not in meta]
+        if missing:
+            raise DataError(f"{path}: {missing[0]} is missing; expected the metadata of DGL's chunked graph format")
+        return dict(meta)
 
     @cached_property
     def counts(self) -> dict[NodeType, int]:
@@ -169,18 +174,6 @@ def _read_parquet(path: Path) -> Array:
     arrays = [np.stack(list(map(np.asarray, c))) if c.dtype == object else np.ma.getdata(c)[:, None] for c in columns]
     values = np.concatenate(arrays, axis=1)
     return values.reshape(ast.literal_eval(shape[0].decode())) if shape else values
-
-
-def _read_metadata(folder: Path) -> Mapping[str, Any]:
-    path = folder / METADATA
-    try:
-        meta = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from error
-    missing = [key for key in ("node_type", "edge_type", "edges") if not isinstance(meta, dict) or key not in meta]
-    if missing:
-        raise DataError(f"{path}: {missing[0]} is missing; expected the metadata of DGL's chunked graph format")
-    return dict(meta)
 
 
 def _assignment_folder(folder: Path) -> Path | None:

@@ -99,7 +99,12 @@ class _Partition:
             yield load_array(folder / "ids.pt").values, load_array(folder / "feats.pt")
 
     def _edge_arrays(self, of: EdgeType) -> dict[str, RawArray]:
-        found = self._edges(of)
+        cached = self._typed(self.folder / "graph", of)
+        if (cached / "rows.pt").exists():
+            found = [self._read_edges(cached, of, whole=True)]
+        else:
+            folders = [self._typed(self.folder / f"part{part_id}" / "graph", of) for part_id in range(self.num_parts)]
+            found = [self._read_edges(folder, of, whole=False) for folder in folders]
         count = sum(len(edges.ids) for edges in found)
         what = f"edge{of_type(of)}"
         place = found[0].rows.place
@@ -112,13 +117,6 @@ class _Partition:
             values = assembled((Piece(ids, w.values, w.place) for ids, w in weights), count, what, self.arrays)
             arrays[_WEIGHTS] = RawArray(values, weights[0][1].place, weights[0][1].bfloat16)
         return {**arrays, **self._features("edge_feat", _EDGE_FEATURES, of, count)}
-
-    def _edges(self, of: EdgeType) -> list[_Edges]:
-        cached = self._typed(self.folder / "graph", of)
-        if (cached / "rows.pt").exists():
-            return [self._read_edges(cached, of, whole=True)]
-        folders = [self._typed(self.folder / f"part{part_id}" / "graph", of) for part_id in range(self.num_parts)]
-        return [self._read_edges(folder, of, whole=False) for folder in folders]
 
     def _read_edges(self, folder: Path, of: EdgeType, whole: bool) -> _Edges:
         rows, cols = (load_array(folder / f"{name}.pt") for name in ("rows", "cols"))

@@ -18,9 +18,8 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import DataError
-from trainer.core.files import read_json
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType, type_name
-from trainer.data.raw_arrays import RawArray, RawGraph
+from trainer.data.raw_arrays import RawArray, RawGraph, read_data_json
 from trainer.data.work_arrays import Piece, WorkArrays, assembled
 from trainer.partition.foreign.tensor_files import load_array, load_tensors, tensor_array
 from trainer.partition.foreign.types import ForeignFormat, ForeignGraph, graph_name, of_type, part_numbers
@@ -31,10 +30,7 @@ META = "META.json"
 def _read_meta(folder: Path) -> Mapping[str, Any]:
     """Return the content of META.json. Raises ``DataError`` when it is missing or invalid."""
     path = folder / META
-    try:
-        meta = read_json(path)
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read as JSON: {error}") from error
+    meta = read_data_json(path)
     if not isinstance(meta, dict) or type(meta.get("num_parts")) is not int or meta["num_parts"] < 1:
         raise DataError(
             f"{path}: num_parts is missing or not a number; expected a file of torch_geometric's Partitioner"

@@ -63,7 +63,7 @@ def method_options(method: str, **given: Any) -> dict[str, Any]:
     if "balance" in options and options["balance"] not in BALANCES:
         raise PartitionError(f"unknown balance {options['balance']!r}; choose one of {', '.join(BALANCES)}")
     if isinstance(fanouts := options.get("fanouts"), Mapping):
-        named = {of if isinstance(of, str) else type_name(of): hops for of, hops in fanouts.items()}
+        named = {type_name(of): hops for of, hops in fanouts.items()}
         options["fanouts"] = {name: _plain_hops(hops) for name, hops in sorted(named.items())}
     elif "fanouts" in options:
         options["fanouts"] = _plain_hops(fanouts)

@@ -13,9 +13,8 @@ from trainer.core.graph_attrs import CATEGORIES, CLASSES
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, type_name
-from trainer.core.train_config import METRICS, TrainConfig
+from trainer.core.train_config import METRICS, TrainConfig, is_own_model
 from trainer.graph.open import Graph
-from trainer.nn.models import is_own
 from trainer.train.tasks.baseline import Baseline, node_baseline
 from trainer.train.tasks.choose_target import check_trainable
 from trainer.train.tasks.classification import Classification
@@ -47,7 +46,7 @@ def node_task(
     or train seeds, a seed has no label, or the labels do not fit the task in ``settings``.
     """
     manifest = graph.manifest
-    group.agree(lambda: check_trainable(manifest, target, needs_features=not is_own(settings.model)))
+    group.agree(lambda: check_trainable(manifest, target, needs_features=not is_own_model(settings.model)))
     labels = group.agree(lambda: [own_labels(graph, target, split, group) for split in splits])
     own = manifest.nodes[target]
     spec = LabelSpec(manifest.dataset, f" of {target}" if manifest.hetero else "", own.attrs["y"], own.num_classes)

@@ -130,7 +130,7 @@ def moved(fit: Fit, settings: TrainSettings) -> None:
 
 
 def fake_feed(device: torch.device) -> Any:
-    """Return a function that copies batches to the fake device, in place of ``CudaFeed``."""
+    """Return a function that copies batches to the fake device, in place of ``_CudaFeed``."""
 
     def bring(batch: Any) -> Any:
         there = {id(tensor): on_device(tensor) for tensor in tensors_of(batch)}

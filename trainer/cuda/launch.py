@@ -34,7 +34,7 @@ if "NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS" not in os.environ:
 
 cuda: Any = import_module("numba.cuda")  #: kernels import this name, which the simulator replaces while they run
 
-THREADS = 128  #: threads of a block, unless a kernel asks for others
+_THREADS = 128  #: threads of a block, unless a kernel asks for others
 
 _MOST_BLOCKS = 1 << 20  #: blocks of a launch; each thread loops over the rest
 
@@ -70,7 +70,7 @@ class Kernel:
     def __init__(self, function: Callable[..., None]):
         self.function = function
 
-    def __call__(self, items: int, *args: Any, threads: int = THREADS) -> None:
+    def __call__(self, items: int, *args: Any, threads: int = _THREADS) -> None:
         """Launch the kernel over ``items`` items on torch's current stream, without waiting. Does nothing for 0 items.
 
         ``args``: numbers, tensors of one device with any strides and ``Mapped``. int is passed as int64,

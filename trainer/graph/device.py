@@ -52,10 +52,10 @@ def feed(device: torch.device) -> Callable[[Any], Any]:
     if device.type != "cuda":
         return lambda batch: batch.to(device)
     slabs.use_pinned()
-    return CudaFeed(device)
+    return _CudaFeed(device)
 
 
-class CudaFeed:
+class _CudaFeed:
     """Copies batches to a CUDA device on a separate stream.
 
     A call returns before the batch is copied. Work queued later on the current stream runs after the copy.

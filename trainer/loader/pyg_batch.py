@@ -254,7 +254,7 @@ class _PartitionJoin:
 
     def _nodes(self, to: Any, of: NodeType, node: Tensor, sampled: SampledBatch) -> None:
         wanted, rows = node.numpy(), sampled.rows[of]
-        if (at := places_of(wanted, rows["orig_id"])) is not None:
+        if (at := _places_of(wanted, rows["orig_id"])) is not None:
             rows = _take(rows, at)
         else:  # a transform added nodes: all are requested from the graph again
             ids = checked_ids(wanted, self._graph.manifest.nodes[of].num_nodes, of, "nodes of transform_sampler_output")
@@ -279,7 +279,7 @@ class _PartitionJoin:
     @staticmethod
     def _rows_of_edges(of: EdgeType, edge: Tensor, sampled: SampledBatch) -> Columns:
         rows = sampled.rows[of]
-        if (at := places_of(edge.numpy(), rows["orig_id"])) is None:
+        if (at := _places_of(edge.numpy(), rows["orig_id"])) is None:
             raise SettingsError(
                 f"transform_sampler_output returned edges of {of} that were not sampled, so attributes are unknown;"
                 " return only sampled edges, or an output with edge=None for batches without edge attributes"
@@ -296,7 +296,7 @@ def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
         )
 
 
-def places_of(wanted: Array, ids: Array) -> Array | slice | None:
+def _places_of(wanted: Array, ids: Array) -> Array | slice | None:
     """Return the positions of ``wanted`` in ``ids``, a full slice if both are equal, or None if an id is missing."""
     memory, other = ((each.ctypes.data, each.shape, each.strides, each.dtype) for each in (wanted, ids))
     if memory == other or np.array_equal(wanted, ids):

@@ -161,7 +161,7 @@ class Trimmed(nn.Module):
             SettingsError: If the batch has no counts per hop.
         """
         attrs = batch[self.edge_arg] if self.edge_arg else None
-        hops = Hops.of(batch, batch.x if x is None else x, batch.edge_index, attrs, self.num_layers)
+        hops = _Hops.of(batch, batch.x if x is None else x, batch.edge_index, attrs, self.num_layers)
         return hops.through(self.model, self.edge_arg)  # type: ignore[no-any-return]
 
 
@@ -178,7 +178,7 @@ class _TrimmedToHetero(nn.Module):
         Raises ``SettingsError`` if the batch has no counts per hop.
         """
         attrs = batch.collect(self.edge_arg) if self.edge_arg else None
-        hops = Hops.of(batch, batch.x_dict if x is None else x, batch.edge_index_dict, attrs, self.num_layers)
+        hops = _Hops.of(batch, batch.x_dict if x is None else x, batch.edge_index_dict, attrs, self.num_layers)
         return hops.through(self.model, self.edge_arg)  # type: ignore[no-any-return]
 
 
@@ -277,7 +277,7 @@ class TrimmedHetero(nn.Module):
             SettingsError: If the batch has no counts per hop.
         """
         attrs = batch.collect(self.edge_arg) if self.edge_arg else None
-        hops = Hops.of(batch, dict(batch.x_dict if x is None else x), batch.edge_index_dict, attrs, len(self.convs))
+        hops = _Hops.of(batch, dict(batch.x_dict if x is None else x), batch.edge_index_dict, attrs, len(self.convs))
         rows, indices, attrs = hops.rows, hops.indices, hops.attrs
         for number, conv in enumerate(self.convs):
             rows, indices, attrs = self._needed(number, rows, indices, attrs)
@@ -349,7 +349,7 @@ def cut_to_last(_: nn.Module, args: tuple[list[Tensor]]) -> tuple[list[Tensor]]:
 
 
 @dataclass(frozen=True)
-class Hops:
+class _Hops:
     """The inputs of a model for one batch, with exactly one hop per layer.
 
     For a ``HeteroData``, each field is a dict by node or edge type.
@@ -362,7 +362,7 @@ class Hops:
     attrs: Any  #: edge attributes [num_edges, …], or None
 
     @classmethod
-    def of(cls, batch: Data | HeteroData, rows: Any, indices: Any, attrs: Any, num_layers: int) -> Hops:
+    def of(cls, batch: Data | HeteroData, rows: Any, indices: Any, attrs: Any, num_layers: int) -> _Hops:
         """Make the inputs: cut off hops that no layer reads, and add empty hops if there are too few.
 
         ``rows``: node rows. ``indices``: the edges. ``attrs``: edge attributes. Raises ``SettingsError`` for a batch

@@ -29,7 +29,7 @@ from trainer.store.manifest import MANIFEST, Manifest, read_manifest
 
 DATASET = "partition"  #: name of the dataset whose source is a partition folder
 
-NODES = "nodes"  #: dataset option: name of an array of nodes -> file
+_NODES = "nodes"  #: dataset option: name of an array of nodes -> file
 
 _FORMATS = (PYG, GLT, DGL, DGL_CHUNKED)
 
@@ -131,7 +131,7 @@ def open_source(source: str | Path | None, options: Mapping[str, Any] | None = N
         if given:
             raise PartitionError(f"{folder} is a partition of gnnfleet, which takes no option {min(given)!r}")
         return PartitionSource(folder, None)
-    nodes = _node_files(given.pop(NODES, {}))
+    nodes = _node_files(given.pop(_NODES, {}))
     return PartitionSource(folder, form, parse_options(SourceOptions, given, DATASET), nodes)
 
 

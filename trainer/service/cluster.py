@@ -21,7 +21,7 @@ from trainer.service.client import HostClient
 from trainer.service.messages import HelloInfo, ServerAddress
 from trainer.service.service_keys import ServiceKeys
 
-ROLES = ("worker", "server", "client")
+_ROLES = ("worker", "server", "client")
 
 _GLANCE = 0.1  #: seconds to wait for one server before the next one is checked
 
@@ -148,8 +148,8 @@ def _problem(cluster: Cluster) -> str:
         if len(set(numbers)) != len(numbers):
             return "two nodes have the same node_rank"
     for node in nodes:
-        if node.role not in ROLES:
-            return f"node {node.node_rank} has role {node.role!r}; roles are {', '.join(ROLES)}"
+        if node.role not in _ROLES:
+            return f"node {node.node_rank} has role {node.role!r}; roles are {', '.join(_ROLES)}"
         if node.role == "client" and (node.parts or node.endpoint):
             return f"node {node.node_rank} is a client and cannot hold parts {list(node.parts)} or serve"
         if node.role == "server" and node.ranks:

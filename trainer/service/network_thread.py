@@ -59,7 +59,7 @@ _MESSAGES_AT_ONCE = 32  #: messages of one connection before the others are serv
 
 _SENT_AHEAD = 4  #: the requests of a connection with more unsent replies than this wait
 
-SILENT = 8.0  #: seconds without activity after which a connection with unacknowledged batches is closed
+_SILENT = 8.0  #: seconds without activity after which a connection with unacknowledged batches is closed
 
 #: A connection with unsent replies counts as not receiving if fewer than ``_PROGRESS`` bytes are sent in ``_STUCK`` s.
 _STUCK, _PROGRESS = 0.5, 1 << 16
@@ -470,7 +470,7 @@ class NetworkThread(threading.Thread):
         if now >= self._alive_at:
             self._alive_at = now + _ALIVE_EVERY
             for peer in self._scheduler.unacknowledged_peers():
-                if (holder := self._by_peer.get(peer)) is not None and now - holder.active_at > SILENT:
+                if (holder := self._by_peer.get(peer)) is not None and now - holder.active_at > _SILENT:
                     self._close(holder)
             for peer in self._scheduler.peers():
                 if (waiting := self._by_peer.get(peer)) is not None and not waiting.writer.unsent:

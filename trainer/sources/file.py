@@ -24,7 +24,7 @@ from trainer.store.npy import map_npy
 
 _SUBFOLDER = "hetero"  #: sub-folder with typed arrays, for a folder that also holds the graph as a homogeneous one
 
-COUNTS = "num_nodes.json"  #: number of nodes by node type
+_COUNTS = "num_nodes.json"  #: number of nodes by node type
 
 _EXPECTED = "a folder of .npy/.npz files, an .npz file or a .pt file"
 
@@ -51,7 +51,7 @@ def _folder_files(folder: Path, options: SourceOptions) -> list[Path]:
     if not files:
         hint = f"; option hetero: true reads those in {typed}" if typed.is_dir() and not options.hetero else ""
         raise DataError(f"{folder}: no .npy or .npz file; expected at least edge_index.npy and x.npy or y.npy{hint}")
-    counts = [path for path in found if path.name == COUNTS]
+    counts = [path for path in found if path.name == _COUNTS]
     return files if options.hetero is False else files + counts
 
 

@@ -19,7 +19,7 @@ from trainer.data.undirected import both_ways
 
 _AnySynthetic = SyntheticOptions | SyntheticHeteroOptions
 
-TIMES = 1000  #: node times are drawn from 0 to TIMES - 1
+_TIMES = 1000  #: node times are drawn from 0 to _TIMES - 1
 
 _AGAINST_TIME = 0.2  #: share of the edges from later to earlier nodes that are kept
 
@@ -76,7 +76,7 @@ def _node_splits(dataset: str, options: _AnySynthetic, shuffled: Array, time: Ar
 
 
 def _node_times(num_nodes: int, rng: np.random.Generator) -> Array:
-    return rng.integers(TIMES, size=num_nodes)
+    return rng.integers(_TIMES, size=num_nodes)
 
 
 def _mostly_forward(first: Array, second: Array, rng: np.random.Generator) -> Array:
@@ -92,7 +92,7 @@ def _edge_times(one: Array, other: Array, rng: np.random.Generator) -> Array:
 
     ``one`` and ``other``: times of the two ends of each edge, [E].
     """
-    late = (rng.random(len(one)) < _LATE) * rng.integers(TIMES // 10, size=len(one))
+    late = (rng.random(len(one)) < _LATE) * rng.integers(_TIMES // 10, size=len(one))
     return np.maximum(one, other) + late
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from trainer.core.errors import DataError
 from trainer.sources.table_options import Table, TablesOptions
 
-PARQUET = (".parquet", ".pq")
+_PARQUET = (".parquet", ".pq")
 
 CSV = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz", ".csv.zst", ".tsv.zst")
 
@@ -65,11 +65,11 @@ def _below(folder: Path) -> list[Path]:
 
 
 def _is_table(name: str) -> bool:
-    return name.lower().endswith(PARQUET + CSV)
+    return name.lower().endswith(_PARQUET + CSV)
 
 
 def is_parquet(path: Path) -> bool:
-    return path.name.lower().endswith(PARQUET)
+    return path.name.lower().endswith(_PARQUET)
 
 
 def source_folder(source: str | None) -> Path:

@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 from trainer.core.errors import SettingsError
 from trainer.train.metrics import KINDS, LOADING
 
-TRAFFIC = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
+_TRAFFIC = ("remote_bytes", "rows", "remote_rows", "cached_rows", "held_rows")
 
 _PAIR = ("remote_bytes", "remote_rows", "cached_rows", "held_rows")  #: fields per node of ``by_host`` in an epoch line
 
@@ -27,7 +27,7 @@ class RankTimes:
     steps: int
     spent: Mapping[str, float]  #: seconds per step, by ``KINDS``
     behind: Mapping[str, float]  #: seconds of a sampler thread per batch, by ``LOADING``
-    traffic: Mapping[str, float]  #: bytes and rows per step, by ``TRAFFIC``
+    traffic: Mapping[str, float]  #: bytes and rows per step, by ``_TRAFFIC``
     predict: _MetricsLine | None = None  #: the rank's ``predict`` line, with values per epoch
     node: int | None = None  #: node rank; None unless the metrics file is in ``logs/node<k>/``
     epochs: int = 0  #: number of complete epochs; 0 if only steps of an unfinished epoch were read
@@ -52,7 +52,7 @@ class RankTimes:
             round(steps),
             mean("spent", KINDS, counts),
             mean("behind", LOADING, counts),
-            mean("traffic", TRAFFIC, [1.0] * len(lines)),  # these fields are already sums over a line's steps
+            mean("traffic", _TRAFFIC, [1.0] * len(lines)),  # these fields are already sums over a line's steps
             predict,
             node,
             sum(line.get("kind") == "epoch" for line in lines),
@@ -85,7 +85,7 @@ class RankTimes:
         return self.traffic[rows] / self.traffic[of] if self.traffic[of] else None
 
     def per_epoch(self, name: str) -> float:
-        """Return the bytes or rows per complete epoch. ``name``: one of ``TRAFFIC``, such as ``remote_bytes``."""
+        """Return the bytes or rows per complete epoch. ``name``: one of ``_TRAFFIC``, such as ``remote_bytes``."""
         return self.traffic[name] * self.steps / max(1, self.epochs)
 
     @property
@@ -195,7 +195,7 @@ class RankLines:
                     for name in _PAIR:
                         sums[name] += _number(values.get(name))
         sums = {
-            name: sum(_number(_group(line, "traffic").get(name)) for line in self.epochs.values()) for name in TRAFFIC
+            name: sum(_number(_group(line, "traffic").get(name)) for line in self.epochs.values()) for name in _TRAFFIC
         }
         by_host = [{"node": host, **values} for host, values in sorted(hosts.items())]
         return {"rank": self.rank, "node": self.node, **sums, "by_host": by_host}

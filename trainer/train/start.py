@@ -15,7 +15,7 @@ from trainer.nn.categories import table_name
 from trainer.nn.sharded_embedding import ShardedEmbedding, gather_tables, scatter_tables
 from trainer.train.checkpoint import load_checkpoint
 
-ROWS = "embedding"  #: module name of trainable rows; those of a node type are ``embedding.TYPE``
+_ROWS = "embedding"  #: module name of trainable rows; those of a node type are ``embedding.TYPE``
 
 
 def start_from(start: Start, model: nn.Module, embedding: ShardedEmbedding | None, group: RankGroup) -> str:
@@ -30,14 +30,14 @@ def start_from(start: Start, model: nn.Module, embedding: ShardedEmbedding | Non
             return {}, {}, 0
         saved = load_checkpoint(start.checkpoint)
         tables: Any = saved.best.embedding if saved.best else saved.embedding and saved.embedding["tables"]
-        found = {**(saved.best or saved).model, **{f"{ROWS}.{of}": table for of, table in (tables or {}).items()}}
+        found = {**(saved.best or saved).model, **{f"{_ROWS}.{of}": table for of, table in (tables or {}).items()}}
         counts = embedding.num_nodes if embedding is not None else {}
         own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-        own |= {f"{ROWS}.{of}": (count, embedding.dim) for of, count in counts.items() if embedding is not None}
+        own |= {f"{_ROWS}.{of}": (count, embedding.dim) for of, count in counts.items() if embedding is not None}
         chosen = {name: value for name, value in found.items() if _below(name, start.modules)}
         _check(start, found, chosen, own)
         _check_categories(start, saved.built_from["facts"], model, chosen)
-        rows = {of: chosen.pop(f"{ROWS}.{of}") for of in counts if f"{ROWS}.{of}" in chosen}
+        rows = {of: chosen.pop(f"{_ROWS}.{of}") for of in counts if f"{_ROWS}.{of}" in chosen}
         return chosen, rows, saved.best.epoch if saved.best else saved.epoch
 
     weights, tables, epoch = group.agree(read)

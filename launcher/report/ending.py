@@ -15,6 +15,8 @@ from launcher.report.last_attempt import LastAttempt
 from launcher.report.outcome import Outcome
 from launcher.report.report import Lost, RunReport, excluded_names
 
+_AT_ONCE = 5.0  # seconds between the last heartbeats of nodes that were lost by one cut; each sends one a second
+
 
 def _hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> bool:
     """Whether the lead node was cut off: it reports all other nodes lost, and they report it lost.
@@ -27,6 +29,17 @@ def _hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: 
         return False
     others_results = [result for k, result in results.items() if k != hub]
     return len(others_results) > 1 and all(str(hub) in (result.get("lost") or {}) for result in others_results)
+
+
+def _lost_with_hub(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> set[int]:
+    """Return the nodes that the lead node reports lost, and went on without, only because it was cut off itself.
+
+    A node that it lost earlier is not among them.
+    """
+    if not _hub_was_cut_off(results, nodes, hub):
+        return set()
+    since = {int(k): float(lost["since"]) for k, lost in nodes_reported_lost(results[hub]).items()}
+    return {k for k, when in since.items() if max(since.values()) - when < _AT_ONCE}
 
 
 def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -45,7 +58,9 @@ def conclude(report: RunReport, plan: LaunchPlan, seconds: float, offsets: Mappi
     """
     results, nodes = report.results, plan.nodes
     attempt = LastAttempt.of(results, plan.lead)
-    hub, gone = attempt.hub, attempt.gone
+    hub = attempt.hub
+    seen_alone = _lost_with_hub(results, len(nodes), hub)  # what a node says of others while it was alone
+    gone = attempt.gone - seen_alone
 
     def measured_here(k: int) -> float:
         return (offsets or {}).get(k, report.clocks.get(k, 0.0))
@@ -66,6 +81,9 @@ def conclude(report: RunReport, plan: LaunchPlan, seconds: float, offsets: Mappi
     for finding in (one for result in results.values() for one in result.get("findings") or ()):
         if finding not in report.findings:
             report.findings.append(finding)
+    report.findings = [
+        one for one in report.findings if not (one["kind"] == "server-lost" and one["node_rank"] in seen_alone)
+    ]
     report.findings.sort(key=lambda one: float(one["t"]))
     since = max((one["t"] for one in report.restarts), default=0.0)
     ending = [one for one in report.findings if one.get("stop")]

@@ -115,6 +115,19 @@ def test_node_0_is_the_lost_node_when_all_others_lost_it() -> None:
     assert made.first_failure is not None and made.first_failure.place == "node0 (local)"
 
 
+def test_a_lead_node_that_was_alone_lost_no_server() -> None:
+    # The network of node 0, a client, was down: it went on without one of the two servers, and then without none. A
+    # server that it lost a minute before is not blamed on that.
+    lost = {"since": 91.0, "why": "no sign of life for 6 s"}
+    servers = [result(k, "failed", stopped(k, 98.0), lost={"0": lost}) for k in (1, 2)]
+    for earlier, kept in ((without(1), True), ({"gone": {"1": {**without(1)["gone"]["1"], "since": 90.0}}}, False)):
+        finding = {**earlier["gone"]["1"], "node_rank": 1, "rank": None}
+        zero = result(0, "failed", stopped(0, 99.0), lost={"2": lost}, findings=[finding], **earlier)
+        made = report(zero, *servers, nodes=3)
+        assert made.first_failure is not None and made.first_failure.place == "node0 (local)"
+        assert [one["text"] for one in made.findings] == ([finding["text"]] if kept else [])
+
+
 def test_the_others_report_the_loss_of_a_node_0_without_a_result() -> None:
     one = result(1, "stopped", stopped(1, 98.0), lost={"0": {"since": 90.0, "why": "no contact with node0"}})
     made = report(one, lost={0: Lost("no contact for 70 s", 160.0, out_of_reach=True)})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -72,7 +73,7 @@ def make_plan(
     nodes = place_nodes(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running, own is not None)
     resumed = config.train.resume if not config.serve_only else None
     started = config.train.start if resumed is None and not (own or config.serve_only) else None
-    checkpoint = _checkpoint_file("resume", resumed, config, cwd) if resumed is not None else None
+    checkpoint = _checkpoint_file("resume", resumed, config, cwd, own is None) if resumed is not None else None
     tracked: tuple[PlannedFile, ...] = ()
     if config.train.track and checkpoint:
         from launcher.plan.tracking import earlier_files
@@ -90,7 +91,7 @@ def make_plan(
         model=model,
         resume=checkpoint,
         tracked=tracked,
-        start=_checkpoint_file("start", started.checkpoint, config, cwd) if started is not None else None,
+        start=_checkpoint_file("start", started.checkpoint, config, cwd, True) if started is not None else None,
         serving=serving,
         version=before.version + 1 if before else 1,
         topology=decide(config, nodes, config.num_parts, inputs.parts, inputs.facts),
@@ -140,14 +141,17 @@ def _own_files(
     return None, own_model_files(config, cwd)
 
 
-def _checkpoint_file(name: str, wanted: str, config: ResolvedConfig, cwd: Path) -> PlannedFile:
+def _checkpoint_file(name: str, wanted: str, config: ResolvedConfig, cwd: Path, ours: bool) -> PlannedFile:
     """Return the checkpoint for ``train.resume`` or ``train.start``, as ``name``.pt in the run folder.
 
-    ``wanted``: its path, or the id of a run. Raises UsageError if it does not exist.
+    ``wanted``: its path, or the id of a run. ``ours``: the bundled trainer reads it; a script may save in any format.
+    Raises UsageError if it does not exist, or the bundled trainer surely cannot read it.
     """
     of_run = cwd / config.run.runs_dir / wanted / "checkpoints" / "last.pt"
     for path in (cwd / wanted, of_run):
         if path.is_file():
+            if ours and not zipfile.is_zipfile(path):  # torch.save writes one; its last bytes are its directory
+                raise UsageError(f"train.{name}: `{path}` is no checkpoint, or not a whole one")
             return copied(f"{name}.pt", path)
     raise UsageError(f"train.{name}: there is no file `{wanted}`, and no run with this id has a checkpoint ({of_run})")
 

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import textwrap
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -269,11 +270,13 @@ def test_a_plan_shows_the_paths_of_the_users_files(script: Path) -> None:
 def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
     checkpoint = tmp_path / "runs" / "old-run" / "checkpoints" / "last.pt"
     checkpoint.parent.mkdir(parents=True)
-    checkpoint.write_bytes(b"weights")
+    with zipfile.ZipFile(checkpoint, "w") as archive:
+        archive.writestr("last/data.pkl", b"weights")
+    size = checkpoint.stat().st_size
     for wanted in ("old-run", str(checkpoint)):
         node = plan_of(cluster(train=TrainConfig(resume=wanted)), cwd=tmp_path).nodes[1]
         sent = next(file for file in node.files if file.source == str(checkpoint))
-        assert (sent.bytes, sent.dest) == (7, f"{node.run_dir}/resume.pt")
+        assert (sent.bytes, sent.dest) == (size, f"{node.run_dir}/resume.pt")
         assert node.trainer.argv[-2:] == ("--resume", sent.dest)
         own = plan_of(cluster(train=TrainConfig(resume=wanted)), cwd=tmp_path, own_command=("true",)).nodes[1]
         assert own.trainer.env["GNNFLEET_RESUME"] == f"{own.run_dir}/resume.pt"
@@ -294,6 +297,11 @@ def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
         message = f"train.{name}: there is no file `gone`, and no run with this id has a checkpoint"
         with pytest.raises(UsageError, match=message):
             plan_of(cluster(train=gone), cwd=tmp_path)
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-5])
+    for cut in (TrainConfig(resume="old-run"), TrainConfig(start=start)):
+        with pytest.raises(UsageError, match=r"last.pt` is no checkpoint, or not a whole one"):
+            plan_of(cluster(train=cut), cwd=tmp_path)
+    assert plan_of(cluster(train=TrainConfig(resume="old-run")), cwd=tmp_path, own_command=("true",)), "of any format"
 
 
 def test_code_files_are_gnnfleet_launcher_node_and_trainer() -> None:

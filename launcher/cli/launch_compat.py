@@ -33,7 +33,7 @@ def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
     merged["config"] = config_of(merged)
     if merged["config"] is None:
         raise click.UsageError("give the cluster file: --config cluster.yml (`gnnfleet init` writes one)", ctx)
-    remote = remote_of(ctx)
+    remote = _remote_of(ctx)
     own_command = ctx.meta.get("own_command", ())
     if own_command and remote:
         raise click.UsageError("a quoted command and a command after -- are both given; give one of them", ctx)
@@ -139,7 +139,7 @@ def without_remote(ctx: click.Context, words: Sequence[str]) -> list[str]:
     return left
 
 
-def remote_of(ctx: click.Context) -> Remote | None:
+def _remote_of(ctx: click.Context) -> Remote | None:
     """Parse the training command that was given in quotes; None if there is none. Raises UsageError."""
     command = ctx.meta.get("remote")
     return parse_remote(command) if command else None

@@ -25,7 +25,7 @@ def _options(context: click.Context, parameter: click.Parameter, values: tuple[s
     return {name: safe_load(text) for name, _, text in pairs}
 
 
-STORE_OPTION = click.option(
+_STORE_OPTION = click.option(
     "--store-option",
     "options",
     multiple=True,
@@ -41,7 +41,7 @@ STORE_OPTION = click.option(
 )
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
 @click.argument("url", required=False)
-@STORE_OPTION
+@_STORE_OPTION
 @click.option("--force", is_flag=True, help="Replace the parts of another graph in the store.")
 @click.pass_obj
 def push(
@@ -94,7 +94,7 @@ def push(
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--part", "part_ids", multiple=True, type=click.IntRange(0), help="Fetch this part only; repeatable.")
 @click.option("--replicated", is_flag=True, help="Also fetch the edges of all other parts (data.topology).")
-@STORE_OPTION
+@_STORE_OPTION
 @click.pass_obj
 def fetch(
     config: ClusterConfig | None,

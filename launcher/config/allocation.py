@@ -28,7 +28,7 @@ _UUID = re.compile(r"(GPU|MIG)-\S")
 
 
 @dataclass(frozen=True)
-class Allocation:
+class _Allocation:
     """The resources of the Slurm job in which this process runs."""
 
     job: str
@@ -36,17 +36,13 @@ class Allocation:
     devices: tuple[int | str, ...] = ()  #: of this host: ids, taken for those of each host, or UUIDs
 
 
-def split_node_list(text: str) -> tuple[str, ...]:
-    """Return the host names of a node list as Slurm prints it, such as ``gpu[01-03,07],login``. Raises RangeError."""
-    return tuple(host for word in split_list(text) for host in expand(word))
-
-
-def _current_allocation(environ: Mapping[str, str]) -> Allocation | None:
+def _current_allocation(environ: Mapping[str, str]) -> _Allocation | None:
     """Return the allocation of the Slurm job of this process; None outside of a job. Raises RangeError."""
     job, hosts = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
     if not job or not hosts:
         return None
-    return Allocation(job, split_node_list(hosts), _devices(environ))
+    expanded = tuple(host for word in split_list(hosts) for host in expand(word))  # such as gpu[01-03,07],login
+    return _Allocation(job, expanded, _devices(environ))
 
 
 def _devices(environ: Mapping[str, str]) -> tuple[int | str, ...]:

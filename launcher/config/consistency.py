@@ -19,8 +19,8 @@ from trainer.core.train_config import Neighbors, Schedule, problems
 
 _MOST_RANKS = 65_536
 
-#: GNNFLEET_ variables that a node's `env` may set.
-FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS", "GNNFLEET_TORCH_OPS"})
+# GNNFLEET_ variables that a node's `env` may set.
+_FREE_VARIABLES = frozenset({"GNNFLEET_KERNELS", "GNNFLEET_TORCH_OPS"})
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 
@@ -162,7 +162,7 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
         except ValueError as error:
             reader.report((*here, "memory"), f"nodes.{k}.memory: {error}")
     for name in node.env:
-        if name in RANK_VARIABLES or name.startswith("GNNFLEET_") and name not in FREE_VARIABLES:
+        if name in RANK_VARIABLES or name.startswith("GNNFLEET_") and name not in _FREE_VARIABLES:
             reader.report((*here, "env"), f"nodes.{k}.env: {name} is set by gnnfleet for each process; leave it out")
     if node.data_folder and config.data.mode == "sync" and reader.good(("data", "mode")):
         reader.report(

@@ -19,15 +19,15 @@ def node_workdir(node: NodeConfig, node_rank: int) -> str:
     return node.workdir.replace("{node_rank}", str(node_rank)).rstrip("/") or "/"
 
 
-#: As OpenSSH limits host names and users, which commands of ssh_config and formats of tmux insert without quotes.
-#: Nor do names have the wildcards of ssh_config, begin as comments and options of hostfiles do, or look like two hosts
-#: (``gnn1,gnn2``) or a host with a number of processes (``gnn1/8``, ``gnn1=8``; the 8 of ``gnn1,8``).
-ADDRESS = Form(r"""(?!\d+$)[\w:][^\s'"`$\\;&<>|(){}*?!/,=\x00-\x1f\x7f-\x9f]*""", "a host name or address")
+# As OpenSSH limits host names and users, which commands of ssh_config and formats of tmux insert without quotes.
+# Nor do names have the wildcards of ssh_config, begin as comments and options of hostfiles do, or look like two hosts
+# (``gnn1,gnn2``) or a host with a number of processes (``gnn1/8``, ``gnn1=8``; the 8 of ``gnn1,8``).
+_ADDRESS = Form(r"""(?!\d+$)[\w:][^\s'"`$\\;&<>|(){}*?!/,=\x00-\x1f\x7f-\x9f]*""", "a host name or address")
 USER = Form(rf"""(?!-)([^\s'"`;&<>|(){{}}{CONTROLS}]| (?!-))*(?<!\\)""", "a user name")
 
 VARIABLE = Form("[A-Za-z_][A-Za-z0-9_]*", "the name of a variable: letters, digits and _")
-SBATCH_OPTION = Form("[a-z][a-z0-9_-]*", "a long option of sbatch, such as partition or gpus-per-node")
-SLURM_JOB = Form(r"[0-9][0-9_+]*", "the number of a job")
+_SBATCH_OPTION = Form("[a-z][a-z0-9_-]*", "a long option of sbatch, such as partition or gpus-per-node")
+_SLURM_JOB = Form(r"[0-9][0-9_+]*", "the number of a job")
 
 
 def settings(section: type) -> tuple[Field[Any], ...]:
@@ -56,7 +56,7 @@ class NodeConfig:
     """One node of the cluster. Several nodes may share a machine."""
 
     host: str = setting(
-        "Host name, IP address or ~/.ssh/config alias; `localhost` when `transport: local`.", form=ADDRESS
+        "Host name, IP address or ~/.ssh/config alias; `localhost` when `transport: local`.", form=_ADDRESS
     )
     port: int | None = setting("SSH port; default from ~/.ssh/config, else 22.", None, at_least=1, at_most=65535)
     user: str | None = setting("SSH user; default from ~/.ssh/config, else yours.", None, form=USER)
@@ -113,10 +113,10 @@ class NodeConfig:
         above=0,
     )
     address: str | None = setting(
-        "Address at which the other nodes reach this node; default: found by preflight.", None, form=ADDRESS
+        "Address at which the other nodes reach this node; default: found by preflight.", None, form=_ADDRESS
     )
     interface: str | None = setting(
-        "Network interface of `address`, as eth0, for gloo and NCCL; default: found by preflight.", None, form=ADDRESS
+        "Network interface of `address`, as eth0, for gloo and NCCL; default: found by preflight.", None, form=_ADDRESS
     )
     env: Mapping[str, str] = setting(
         "Environment variables of all processes on the node.", dict, form=LINES, keys=VARIABLE
@@ -253,7 +253,7 @@ class RunConfig:
     master_addr: str = setting(
         "Address at which the other nodes reach the lead node (the first that trains); auto: found by preflight.",
         "auto",
-        form=ADDRESS,
+        form=_ADDRESS,
     )
     master_port: int | Literal["auto"] = setting(
         "Port for torch.distributed on the lead node; auto: 29500 or the next free port.",
@@ -369,10 +369,10 @@ class ClusterConfig:
         "With `transport: slurm`, options of sbatch for the job to submit, as `{partition: gpu, nodes: 4, time: "
         '"2:00:00", requeue: true}`; `--slurm` sets them, too.',
         dict,
-        keys=SBATCH_OPTION,
+        keys=_SBATCH_OPTION,
     )
     slurm_job: str | None = setting(
-        "Id of the Slurm job that has the nodes; set by gnnfleet inside a job.", None, form=SLURM_JOB
+        "Id of the Slurm job that has the nodes; set by gnnfleet inside a job.", None, form=_SLURM_JOB
     )
     host_keys: HostKeys = setting(
         "Unknown SSH host keys: `strict` refuses them, `accept-new` stores them, `insecure` accepts any key; "

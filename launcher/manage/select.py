@@ -36,7 +36,7 @@ _SEEN = re.compile(
 
 
 @dataclass(frozen=True)
-class RunFileSeen:
+class _RunFileSeen:
     run_id: str
     node_rank: int  #: in that run
     host: int  #: index into the config's nodes
@@ -74,7 +74,7 @@ def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Ite
         close_all(connections)
 
 
-def _list_runs(config: ClusterConfig, connections: Mapping[int, Transport | TransportError]) -> list[RunFileSeen]:
+def _list_runs(config: ClusterConfig, connections: Mapping[int, Transport | TransportError]) -> list[_RunFileSeen]:
     """List the run.json files of all runs in the work folders of the hosts.
 
     ``{node_rank}`` in the path of a work folder matches any text. Raises FleetError if no host can be reached.
@@ -84,19 +84,19 @@ def _list_runs(config: ClusterConfig, connections: Mapping[int, Transport | Tran
         errors = "\n".join(f"  {error}" for error in connections.values())
         raise FleetError(f"none of the {len(connections)} hosts can be reached:\n{errors}")
 
-    def ask(k: int) -> list[RunFileSeen]:
+    def ask(k: int) -> list[_RunFileSeen]:
         folder = config.nodes[k].workdir.replace("{node_rank}", "*").rstrip("/")
         command = Command(("bash", "-c", _LIST, "bash", f"{folder}/runs/*/node*/run.json"))
         listing = transports[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")
         matches = filter(None, map(_SEEN.search, listing.splitlines()))  # skips the output of a shell profile
-        return [RunFileSeen(m["run_id"], int(m["node_rank"]), k, m["path"], int(m["mtime"])) for m in matches]
+        return [_RunFileSeen(m["run_id"], int(m["node_rank"]), k, m["path"], int(m["mtime"])) for m in matches]
 
     answers = on_nodes(transports, ask)
     return [one for k in sorted(answers.values) for one in answers.values[k]]
 
 
 def _choose(
-    seen: list[RunFileSeen], run: str | None, config_path: Path, connections: Mapping[int, Transport | TransportError]
+    seen: list[_RunFileSeen], run: str | None, config_path: Path, connections: Mapping[int, Transport | TransportError]
 ) -> str:
     oldest_first = sorted(seen, key=lambda one: one.mtime)
     ids = list(dict.fromkeys(one.run_id for one in reversed(oldest_first)))
@@ -118,7 +118,7 @@ def _choose(
     return close[0]
 
 
-def _read_plan(seen: list[RunFileSeen], connections: Mapping[int, Transport | TransportError]) -> LaunchPlan:
+def _read_plan(seen: list[_RunFileSeen], connections: Mapping[int, Transport | TransportError]) -> LaunchPlan:
     """Return the plan of a run, from the first run.json in ``seen`` that can be read; every node has a copy."""
     errors: list[str] = []
     for one in seen:
@@ -136,7 +136,7 @@ def _read_plan(seen: list[RunFileSeen], connections: Mapping[int, Transport | Tr
     raise FleetError(f"the plan of run {seen[0].run_id} cannot be read: {'; '.join(errors)}")
 
 
-def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[RunFileSeen]) -> dict[int, int]:
+def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[_RunFileSeen]) -> dict[int, int]:
     """Return, for each node_rank of the run, the index of its node in ``config``.
 
     A node of ``config`` matches if it has the same login; else if it has the same host; else if its host has the run's

@@ -29,7 +29,7 @@ from launcher.text import say
 
 HOST = "127.0.0.1"
 
-EVERY = 3.0  # seconds between updates from the nodes
+_EVERY = 3.0  # seconds between updates from the nodes
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
 def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_dirs: Sequence[Path] = ()) -> None:
     """Serve the report of the run until Ctrl-C.
 
-    The run's files are collected every ``EVERY`` seconds until the run ends. ``port``: TCP port to listen on; None: any
+    The run's files are collected at intervals until the run ends. ``port``: TCP port to listen on; None: any
     free port.
     """
     over, idle = (True, 0.0) if known_without_nodes(run.found) else _update(run, folder, 0.0)
@@ -110,7 +110,7 @@ def watch_report(run: OpenRun, folder: Path, *, port: int | None = None, runs_di
     say("the run has ended; " * over + "Ctrl-C ends the report, not the run")
     pause = threading.Event()
     try:
-        while not pause.wait(EVERY):
+        while not pause.wait(_EVERY):
             if not over:
                 over, idle = _update(run, folder, idle)
                 server.shown = _rendered(folder, runs_dirs, idle)

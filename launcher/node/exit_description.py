@@ -97,8 +97,8 @@ def size(count: float) -> str:
 
 T = TypeVar("T")
 
-#: Seconds that supervisors need to notice a node that was killed. Ranks of other nodes notice it, and fail, before.
-NOTICED = 3.0
+# Seconds that supervisors need to notice a node that was killed. Ranks of other nodes notice it, and fail, before.
+_NOTICED = 3.0
 
 
 class Failure(NamedTuple):
@@ -116,14 +116,14 @@ class Failure(NamedTuple):
 def first_failure(failures: Iterable[T], about: Callable[[T], Failure]) -> T | None:
     """Return the failure that came first; None if there is none, or if the run continued without all.
 
-    It is the earliest, but the loss of a node comes before the failure of a rank up to ``NOTICED`` seconds earlier.
+    It is the earliest, but the loss of a node comes before the failure of a rank up to ``_NOTICED`` seconds earlier.
     Failures that the run continued without come after all others but consequences; stopped processes come last.
     """
     found = sorted(((about(one), one) for one in failures), key=lambda pair: _order(pair[0]))
     if all(one.done_without for one, _ in found):
         return None
     first = found[0][0]
-    losses = (one for other, one in found if other.kind == "lost" and other.t < first.t + NOTICED)
+    losses = (one for other, one in found if other.kind == "lost" and other.t < first.t + _NOTICED)
     rank_failed = first.kind == "failure" and first.rank is not None
     return next(losses, found[0][1]) if rank_failed else found[0][1]
 

@@ -34,7 +34,7 @@ from launcher.node.json_reader import checked, json_object, loads, record_in
 from launcher.node.json_records import METRIC, RESULT, STATE
 from launcher.node.record import stamp
 
-LOST = 3  #: exit status when the supervisor ended without a result
+_LOST = 3  # exit status when the supervisor ended without a result
 
 _EVENTS = "events.jsonl"
 
@@ -79,7 +79,7 @@ class Watcher:
             changed = self.emit_lines()
             if end is not None and not changed:
                 self.emit(end)
-                return 0 if "result" in end else LOST
+                return 0 if "result" in end else _LOST
             if changed:
                 pause = _FASTEST
             else:
@@ -101,7 +101,7 @@ class Watcher:
         self.emit({"now": time.time()})
         if end is not None:
             self.emit(end)
-        return LOST if end is not None and "lost" in end else 0
+        return _LOST if end is not None and "lost" in end else 0
 
     def skip(self, since: float | None, tail: int | None) -> None:
         """Skip lines before ``since`` and all but the last ``tail`` lines, in each file; None skips nothing.

@@ -12,13 +12,13 @@ from launcher.config.schema import ClusterConfig
 if TYPE_CHECKING:
     from launcher.plan.model import NodeFacts
 
-CONTROL_PORT = 29400
+_CONTROL_PORT = 29400
 
 MASTER_PORT = 29500
 
 SERVICE_PORT = 29600
 
-RESTART_PORT = 20000
+_RESTART_PORT = 20000
 
 _CANDIDATES = 64  # number of candidates for each port
 
@@ -46,7 +46,7 @@ def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
         return ()
     if config.run.control_port != "auto":
         return (config.run.control_port,)
-    return _untaken_ports({*_fixed_service_ports(config), *master_candidates(config)}, CONTROL_PORT)
+    return _untaken_ports({*_fixed_service_ports(config), *master_candidates(config)}, _CONTROL_PORT)
 
 
 def _fixed_service_ports(config: ClusterConfig) -> range:
@@ -95,7 +95,7 @@ def lead_candidates(config: ClusterConfig, node_rank: int) -> tuple[tuple[int, .
     taken = {*_fixed_service_ports(config), config.run.control_port, config.run.master_port}
     count, run = 2 * len(config.nodes), config.run
     candidates = max(4, min(_CANDIDATES, _RESTART_PORTS // count))
-    ours = range(RESTART_PORT + 2 * node_rank, RESTART_PORT + count * candidates, count)
+    ours = range(_RESTART_PORT + 2 * node_rank, _RESTART_PORT + count * candidates, count)
     control = tuple(port for port in ours if port not in taken)
     master = tuple(port + 1 for port in ours if port + 1 not in taken)
     if run.control_port != "auto" and alone:

@@ -17,7 +17,7 @@ MOST = 4 * 10**9  #: limit of ``auto``: bytes of edges per host
 
 SHARE = 10  #: limit of ``auto``: edges may take 1/SHARE of a host's memory
 
-MOST_FILES = 100_000  #: limit of ``auto``: files sent to all nodes, which grow with the square of the number of nodes
+_MOST_FILES = 100_000  # limit of ``auto``: files sent to all nodes, which grow with the square of the number of nodes
 
 
 def decide(
@@ -43,7 +43,7 @@ def decide(
     if not found:
         return _unknown(config, holders, facts)
     files = manifest.topology_files * len(holders) if manifest else 0
-    if files > MOST_FILES:
+    if files > _MOST_FILES:
         why = f"auto: sending the edges of all parts to all nodes would take {files:,} files"
         return Topology("partitioned", why, found)
     return _by_size(config, holders, found, facts)

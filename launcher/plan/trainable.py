@@ -13,8 +13,8 @@ from launcher.plan.commands import train_flags
 from launcher.plan.partition import NodesSpec, PartitionFiles, read_partition_files, trainer_output
 from trainer.core.train_config import METRICS, Neighbors, TrainConfig, is_own_model
 
-#: Models that train on homogeneous graphs only; the other models train on any graph.
-HOMOGENEOUS_MODELS = ("sage", "gcn", "gat")
+# Models that train on homogeneous graphs only; the other models train on any graph.
+_HOMOGENEOUS_MODELS = ("sage", "gcn", "gat")
 
 _TYPED = "rgcn, hgt, rsage or token-transformer"
 
@@ -66,7 +66,7 @@ def check_model_class(train: TrainConfig, parts: PartitionFiles | None) -> None:
 
 def _check_model(config: ClusterConfig, parts: PartitionFiles | None) -> None:
     model, hetero = config.train.model, is_hetero(config.data) if parts is None else parts.hetero
-    if model not in HOMOGENEOUS_MODELS or not hetero:
+    if model not in _HOMOGENEOUS_MODELS or not hetero:
         return
     graph = config.data.source or config.data.dataset or (parts.dataset if parts else "")
     raise UsageError(

@@ -14,7 +14,7 @@ from launcher.text import count
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent
 
-HOT = 87  #: °C from which GPUs of data centres lower their clocks
+_HOT = 87  # °C from which GPUs of data centres lower their clocks
 
 SLOW = 0.7  #: share of the median below which a host counts as slow
 
@@ -52,7 +52,7 @@ def gpu_faults(name: str, gpu: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if gpu.get("slowed"):
         message = f"{name} has lowered its clocks because of {gpu['slowed']}" + (f" (it has {heat})" if heat else "")
         yield message, "check fans, air and power of the host; every other process waits for the slowest"
-    elif gpu.get("temperature", 0) >= HOT:
+    elif gpu.get("temperature", 0) >= _HOT:
         yield f"{name} has {heat}", "check fans and air of the host before it lowers its clocks"
     if 0 < gpu.get("width", 0) < gpu["width_max"]:
         message = f"{name} uses {gpu['width']} of {gpu['width_max']} PCIe lanes"

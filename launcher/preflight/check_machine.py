@@ -11,9 +11,9 @@ from launcher.errors import node_label
 from launcher.plan.ports import master_candidates, service_candidates
 from launcher.preflight.finding import Finding, Survey
 
-MAX_CLOCK_OFFSET = 5.0  #: seconds
+_MAX_CLOCK_OFFSET = 5.0  # seconds
 
-OLDEST_TMUX = (2, 1)  #: supports ``=name`` for an exact session name
+_OLDEST_TMUX = (2, 1)  # supports ``=name`` for an exact session name
 
 _FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process: base, and per rank of the run
 
@@ -31,8 +31,8 @@ def _tmux(survey: Survey, k: int) -> Iterator[Finding]:
     if not version:
         remedy = "`sudo apt-get install -y tmux` (or dnf, conda)"
         yield survey.finding(k, "block", "tmux", "tmux is not installed", remedy)
-    elif numbers and numbers < OLDEST_TMUX:
-        oldest = ".".join(map(str, OLDEST_TMUX))
+    elif numbers and numbers < _OLDEST_TMUX:
+        oldest = ".".join(map(str, _OLDEST_TMUX))
         message = f"tmux {version} is too old; {oldest} or newer is needed"
         remedy = "install a newer version (apt, dnf, or `conda install tmux`)"
         yield survey.finding(k, "block", "tmux", message, remedy)
@@ -67,7 +67,7 @@ def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
 
 def _clock(survey: Survey, k: int) -> Iterator[Finding]:
     offset = survey.clock_offsets[k]
-    if abs(offset) > MAX_CLOCK_OFFSET:
+    if abs(offset) > _MAX_CLOCK_OFFSET:
         side = "ahead of" if offset > 0 else "behind"
         message = f"clock is {abs(offset):.0f} s {side} the launching machine's"
         remedy = "no action needed: gnnfleet corrects times in logs; NTP would synchronise the clock"

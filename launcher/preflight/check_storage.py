@@ -15,7 +15,7 @@ _MB = 10**6
 # Private memory of gnnfleet's processes on a tiny graph, in bytes, measured with torch 2.13.0+cpu, Python 3.11, x86_64:
 SUPERVISOR = 20 * _MB  #: supervisor, with watch.py
 
-RUNNER = 10 * _MB  #: runner of one rank
+_RUNNER = 10 * _MB  # runner of one rank
 
 SERVER = 60 * _MB  #: graph server
 
@@ -28,7 +28,7 @@ def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int
     Ranks of a user's own command count as 0, as their memory is unknown.
     """
     node = config.nodes[node_rank]
-    ranks = (RUNNER + (0 if own_command else RANK)) * node.nproc if node.trains else 0
+    ranks = (_RUNNER + (0 if own_command else RANK)) * node.nproc if node.trains else 0
     return SUPERVISOR + (SERVER if serves(config, node_rank) else 0) + ranks
 
 

@@ -3,7 +3,7 @@
 All nodes listen, then all connect in parallel (``node/programs/network.py``). If some nodes cannot reach the first
 address of a node, its other addresses are tested too.
 
-With more than ``ALL_PAIRS`` nodes, each node first connects to some of the others only; if a route is blocked, all
+With more than ``_ALL_PAIRS`` nodes, each node first connects to some of the others only; if a route is blocked, all
 routes are tested.
 """
 
@@ -31,11 +31,11 @@ _SECONDS = 4.0  # for one connection; enough for three SYN packets
 
 _VIRTUAL = re.compile(r"(docker|br-|virbr|veth|cni|flannel|cali|lxc|lxd|podman|kube|weave|vmnet|vboxnet|tap)")
 
-ALL_PAIRS = 64  #: up to this number of nodes, all routes are tested at once
+_ALL_PAIRS = 64  # up to this number of nodes, all routes are tested at once
 
 MASTER, CONTROL, SERVICE, FREE = "master port", "control port", "service port", "free port"
 
-Agents = Mapping[int, NodeAgent]
+_Agents = Mapping[int, NodeAgent]
 
 
 class _Endpoint(NamedTuple):
@@ -189,7 +189,7 @@ class ConnectivityTest:
         config: ClusterConfig,
         probes: Mapping[int, Mapping[str, Any]],
         facts: dict[int, NodeFacts],
-        agents: Agents,
+        agents: _Agents,
     ):
         """``facts``: by node_rank; ports on which a node cannot listen are removed from its ``free_ports``."""
         self.config, self.probes, self.facts, self.agents = config, probes, facts, agents
@@ -207,7 +207,7 @@ class ConnectivityTest:
         chosen = {k: listeners.own[0] for k, listeners in self.listening.items()}
         reach = {k: self.routes.reach(k, self.listening) for k in self.listening}
         pairs = sum(map(len, reach.values()))
-        if len(self.listening) > ALL_PAIRS:
+        if len(self.listening) > _ALL_PAIRS:
             nodes = sorted(self.listening)
             some = {k: self.routes.sample(k, nodes) | {k} for k in nodes}
             if not self._connect_all(self._endpoints(chosen), some) and not self.errors:

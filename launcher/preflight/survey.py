@@ -19,7 +19,7 @@ from launcher.preflight.finding import GraphSize, Survey
 
 
 @dataclass(frozen=True)
-class LocalParts:
+class _LocalParts:
     """Fingerprint and size of the graph in the partition folder on the launching machine."""
 
     fingerprint: str
@@ -33,7 +33,7 @@ class Inquiry:
     config: ResolvedConfig
     run_id: str = ""
     code: str = ""  #: digest of gnnfleet's code
-    parts: LocalParts | None = None  #: partition folder on the launching machine (mode ``sync``)
+    parts: _LocalParts | None = None  #: partition folder on the launching machine (mode ``sync``)
     all_devices: bool = False  #: also ask nodes without ``devices`` for GPUs
 
     @classmethod
@@ -94,10 +94,10 @@ def _graph(found: Mapping[str, Any]) -> GraphSize:
     return GraphSize(found["nodes"], found["row_bytes"])
 
 
-def _local_parts(folder: str) -> LocalParts | None:
+def _local_parts(folder: str) -> _LocalParts | None:
     """Read the manifest in ``folder`` on the launching machine; None if it is missing or damaged."""
     try:
         manifest = read_json(str(Path(folder).expanduser() / "manifest.json"))
-        return LocalParts(manifest["fingerprint"], _graph(size_of(manifest)))
+        return _LocalParts(manifest["fingerprint"], _graph(size_of(manifest)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

@@ -77,7 +77,7 @@ class NodeView:
 
 State = Literal["preparing", "waiting", "running", "stopping", "done", "failed", "stopped", "never started", "unknown"]
 
-Views = Mapping[int, NodeView]
+_Views = Mapping[int, NodeView]
 
 #: Exit status of ``gnnfleet status`` by state.
 EXIT_STATUS: Mapping[State, int] = {
@@ -140,7 +140,7 @@ def from_here(found: FoundRun) -> Verdict:
     return _never_started(found, "it has no processes on the nodes")
 
 
-def judge(found: FoundRun, views: Views) -> Verdict:
+def judge(found: FoundRun, views: _Views) -> Verdict:
     """Return the verdict on a run from its folder and from the answers of its nodes."""
     everyone = list(views.values())
     alive = [view for view in everyone if view.alive]

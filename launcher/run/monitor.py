@@ -52,7 +52,7 @@ _JOIN_TIMEOUT = 3.0  # seconds to wait for the node streams to end
 
 
 @dataclass
-class FollowedNode:
+class _FollowedNode:
     """A node as its launcher or viewer sees it.
 
     =========  ====================================================================================================
@@ -113,7 +113,7 @@ class RunFollower:
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._enough = threading.Event()
         starts = starts or {}
-        self._nodes: dict[int, FollowedNode] = {}
+        self._nodes: dict[int, _FollowedNode] = {}
         for node in plan.nodes:
             stream = NodeStream(
                 node,
@@ -126,7 +126,7 @@ class RunFollower:
                 skip=("--tail", str(tail)) if tail is not None else (),
             )
             state: Literal["starting", "running"] = "starting" if node.node_rank in starts else "running"
-            self._nodes[node.node_rank] = FollowedNode(node, stream, state)
+            self._nodes[node.node_rank] = _FollowedNode(node, stream, state)
         self._leave_when_trained, self._on_training = leave_when_trained, on_training
         self._detaching: Detached = ""
         self._stop_reason = ""
@@ -424,7 +424,7 @@ class RunFollower:
         )
         stream.offsets = node.stream.offsets
         stream.start()
-        self._nodes[k] = FollowedNode(node.plan, stream, "running", has_returned=True)
+        self._nodes[k] = _FollowedNode(node.plan, stream, "running", has_returned=True)
         if self._stop_reason:
             self._clean_up(k)
         self._leave_behind()

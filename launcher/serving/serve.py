@@ -53,7 +53,7 @@ _TIMEOUT = 30.0  # seconds to rename a folder
 
 
 @dataclass(frozen=True)
-class ServingState:
+class _ServingState:
     """A serving cluster before ``serve`` starts servers: connections to the nodes of the config, and their state."""
 
     config: ResolvedConfig
@@ -119,7 +119,7 @@ def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Con
 
 
 @contextmanager
-def _serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[ServingState]:
+def _serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Iterator[_ServingState]:
     """Connect to the nodes of ``wanted``, and find the state of serving cluster ``name``.
 
     If the cluster differs from ``wanted`` and does not run, its files are moved away, and it counts as new. Raises
@@ -143,16 +143,16 @@ def _serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Itera
         plans = [plan for plan in map(read_run, found) if plan.serve_only]
         plan = max(plans, key=lambda plan: plan.version, default=None) or (known.plan if known else None)
         if plan is None:
-            yield ServingState(wanted, connections)
+            yield _ServingState(wanted, connections)
         elif different := differences(plan, wanted):
             configs = [known.config, wanted] if known and known.config else [wanted]
             listed = {target_text(node_login(wanted, node)): node for config in configs for node in config.nodes}
             nodes = tuple(listed.get(node.target) or _config_of(node) for node in plan.nodes)
             _move_away(FoundRun(name, None, None, plan, replace(wanted, nodes=nodes), None), different, console)
-            yield ServingState(wanted, connections)
+            yield _ServingState(wanted, connections)
         else:
             run = OpenRun(FoundRun(name, None, None, plan, wanted, None), connections)
-            yield ServingState(wanted, connections, plan, server_states(run, (*FILES, *SECRETS)))
+            yield _ServingState(wanted, connections, plan, server_states(run, (*FILES, *SECRETS)))
     finally:
         close_all(connections)
 
@@ -223,7 +223,7 @@ def _move_away(found: FoundRun, different: list[str], console: Console) -> None:
 # -- starting servers ------------------------------------------------------------------------------
 
 
-def _start_missing(context: _ServeContext, found: ServingState) -> Served:
+def _start_missing(context: _ServeContext, found: _ServingState) -> Served:
     """Start the servers that do not run, and send the new list of servers to those that do."""
     to_start = found.to_start
     left = [
@@ -252,7 +252,7 @@ def _start_missing(context: _ServeContext, found: ServingState) -> Served:
     return Served(cluster, to_start, tuple(left), context.folder)
 
 
-def _new_plan(context: _ServeContext, found: ServingState) -> LaunchPlan:
+def _new_plan(context: _ServeContext, found: _ServingState) -> LaunchPlan:
     """Return the plan of the cluster, in which servers that run keep theirs.
 
     A server that starts again keeps its port unless another process uses it now.
@@ -279,7 +279,7 @@ def _new_plan(context: _ServeContext, found: ServingState) -> LaunchPlan:
     return final_plan(plan, Secret(next(keys, "")))
 
 
-def _start(context: _ServeContext, found: ServingState, plan: LaunchPlan) -> None:
+def _start(context: _ServeContext, found: _ServingState, plan: LaunchPlan) -> None:
     """Start the missing nodes with their files, and wait until they serve; on any error, stop them."""
     new = replace(plan, nodes=tuple(plan.nodes[k] for k in found.to_start))
     transports = {k: each for k in found.to_start if isinstance(each := found.connections[k], Transport)}
@@ -300,7 +300,7 @@ def _start(context: _ServeContext, found: ServingState, plan: LaunchPlan) -> Non
         start_servers(new, transports, context.config.run)
 
 
-def _update(found: ServingState, plan: LaunchPlan, behind: list[int], cluster_text: str) -> list[str]:
+def _update(found: _ServingState, plan: LaunchPlan, behind: list[int], cluster_text: str) -> list[str]:
     """Write run.json and cluster.json to running servers. Returns a note for each failure."""
     run_text = run_json(plan)
 

@@ -20,7 +20,7 @@ from launcher.text import OWN_VENV
 
 Action = Literal["make", "repair", "none", "shared", "refused"]
 
-LockOf = Callable[[Target], WheelLock]
+_LockOf = Callable[[Target], WheelLock]
 
 _PIP_TOO = "pip"  # not compared in environments that exist: any pip will do
 
@@ -97,7 +97,7 @@ def make_plan(
     config: ResolvedConfig,
     states: Mapping[int, HostState],
     requirements: Requirements,
-    lock_of: LockOf,
+    lock_of: _LockOf,
     own_python: str,
     build: str | None = None,
 ) -> SetupPlan:
@@ -221,7 +221,7 @@ def _use(config: ResolvedConfig, state: HostState, states: Iterable[HostState], 
     )
 
 
-def _host_plan(state: HostState, use: _Use, python: str, lock_of: LockOf) -> HostPlan:
+def _host_plan(state: HostState, use: _Use, python: str, lock_of: _LockOf) -> HostPlan:
     installed = state.installed
     if installed is None and not state.environment:
         return HostPlan(state, "refused", f"no Python at `python` or `conda`; set `venv: {OWN_VENV}`")

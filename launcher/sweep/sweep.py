@@ -46,8 +46,8 @@ _MOST_REFUSED = 3  # a sweep of which so many launches, the first ones, start no
 
 _AGAIN = 5.0  # seconds in which a second Ctrl-C stops the running trials
 
-Search = Literal["grid", "random", "tpe"]
-Pruner = Literal["none", "median", "hyperband"]
+_Search = Literal["grid", "random", "tpe"]
+_Pruner = Literal["none", "median", "hyperband"]
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class SweepOptions:
     name: str | None = None  #: None: ``name`` of the config
     nodes_per_run: int | None = None  #: None: all
     trials: int | None = None
-    search: Search | None = None  #: None: grid without ``trials``, else tpe
-    pruner: Pruner | None = None  #: None: none for a grid, else median
+    search: _Search | None = None  #: None: grid without ``trials``, else tpe
+    pruner: _Pruner | None = None  #: None: none for a grid, else median
     seed: int = 0
     wait: bool = False  #: trials wait in line for hosts and devices in use
     metric: str = ""

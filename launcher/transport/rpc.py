@@ -23,7 +23,7 @@ from launcher.errors import NodeCallError, TransportError
 from launcher.node.programs.agent import MARKER
 from launcher.transport.base import Completed, Transport
 
-OLDEST = (3, 8)  #: oldest Python that can run the programs; training needs a newer one
+_OLDEST = (3, 8)  # oldest Python that can run the programs; training needs a newer one
 
 _OTHER = "set `python`, `venv` or `conda` of this node to Python 3.10 or newer"
 
@@ -37,7 +37,7 @@ _PARSING = threading.Lock()
 _BOOT = f"""
 import sys
 sys.path[:] = filter(None, sys.path)
-if sys.version_info < {OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])
+if sys.version_info < {_OLDEST}: sys.exit("python %d.%d is too old; {_OTHER}" % sys.version_info[:2])
 data = sys.stdin.buffer
 agent = {{"__name__": "gnnfleet_agent"}}
 exec(compile(eval(data.readline()), "<agent>", "exec"), agent)

@@ -17,7 +17,6 @@ from rich.console import Console
 
 from launcher.cli.main import run
 from launcher.command import Command
-from launcher.config.allocation import split_node_list
 from launcher.config.loader import load_config, to_yaml
 from launcher.config.resolve import resolve_run
 from launcher.errors import ConfigError, RemoteFileError, UsageError
@@ -100,12 +99,13 @@ def inside_of_job(monkeypatch: pytest.MonkeyPatch, hosts: str = "gpu[08-10],big1
         monkeypatch.setenv(name, text)
 
 
-def test_node_lists() -> None:
-    assert split_node_list("a") == ("a",)
-    assert split_node_list("gpu[08-10,12],login1,r[1-2]n[3,5]") == (
-        *("gpu08", "gpu09", "gpu10", "gpu12", "login1"),
-        *("r1n3", "r1n5", "r2n3", "r2n5"),
-    )
+def test_node_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for listed, hosts in {
+        "a": "a",
+        "gpu[08-10,12],login1,r[1-2]n[3,5]": "gpu08 gpu09 gpu10 gpu12 login1 r1n3 r1n5 r2n3 r2n5",
+    }.items():
+        inside_of_job(monkeypatch, listed)
+        assert [node.host for node in loaded(tmp_path, CONFIG).nodes] == hosts.split()
 
 
 def test_nodes_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

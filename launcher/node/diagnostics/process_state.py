@@ -10,9 +10,9 @@ from launcher.node.exit_description import size
 
 STOPPED = "state T: stopped by SIGSTOP or a debugger; kill -CONT continues it"
 
-FAULTS_PER_S = 20.0  #: major page faults per second of a process that waits for memory
+_FAULTS_PER_S = 20.0  # major page faults per second of a process that waits for memory
 
-MOSTLY = 0.5  #: such a process computes for less than this share of the time, or has a thread in state D for more
+_MOSTLY = 0.5  # such a process computes for less than this share of the time, or has a thread in state D for more
 
 ALWAYS = 0.95  #: share of the samples in which one thread of a blocked process is in state D
 
@@ -54,16 +54,16 @@ def held_up(pid: int, samples: Sequence[Sample], in_swap: int = 0, wchans: Mappi
         return ""
     seconds = samples[-1].t - samples[0].t
     faults = (samples[-1].major_faults - samples[0].major_faults) / seconds
-    idle = (samples[-1].cpu_s - samples[0].cpu_s) / seconds < MOSTLY
+    idle = (samples[-1].cpu_s - samples[0].cpu_s) / seconds < _MOSTLY
     blocked = sum("D" in sample.states.values() for sample in samples) / len(samples)
     threads = {tid for sample in samples for tid, state in sample.states.items() if state == "D"}
-    if faults >= FAULTS_PER_S and (idle or blocked >= MOSTLY):
+    if faults >= _FAULTS_PER_S and (idle or blocked >= _MOSTLY):
         swap = f", {size(in_swap)} of it are in swap" if in_swap else ""
         return f"state D: waits for memory ({faults:,.0f} major page faults per second{swap})"
     shares = {tid: sum(sample.states.get(tid) == "D" for sample in samples) / len(samples) for tid in threads}
     wchans = wchans or {}
     reclaiming = [where for tid in threads if any(name in (where := wchans.get(tid, "")) for name in _RECLAIM)]
-    if blocked >= MOSTLY and reclaiming:
+    if blocked >= _MOSTLY and reclaiming:
         return f"state D: waits for memory (held back by the memory limit of its cgroup, in {reclaiming[0]})"
     tid = max(shares, key=lambda tid: shares[tid], default=None)
     if tid is None or shares[tid] < ALWAYS:

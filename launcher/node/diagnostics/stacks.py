@@ -16,7 +16,7 @@ from launcher.node import procs
 from launcher.node.diagnostics.process_state import STOPPED, ProcessWatch
 from launcher.node.record import stamp
 
-SIGNAL = signal.SIGRTMAX - 4  #: as in site/sitecustomize.py
+_SIGNAL = signal.SIGRTMAX - 4  # as in site/sitecustomize.py
 
 MOST = 16  #: processes of a rank whose stacks are collected
 
@@ -94,7 +94,7 @@ class _Rank:
         if self._waiting and not self._sent:
             self._begin = self._size = _size(self.dump)
             self._quiet, self._sent = 0, True
-            procs.send(self._waiting[0].pid, SIGNAL)
+            procs.send(self._waiting[0].pid, _SIGNAL)
         elif self._waiting:
             self._listen()
         return not self._waiting
@@ -241,7 +241,7 @@ def _short(file: str, roots: Sequence[str]) -> str:
 def _look_at(pid: int, dump: str) -> _Traced:
     values = _status(pid)
     state = values.get("State", "gone")
-    caught = int(values.get("SigCgt", "0"), 16) >> (SIGNAL - 1) & 1
+    caught = int(values.get("SigCgt", "0"), 16) >> (_SIGNAL - 1) & 1
     answers = bool(caught) and state[0] not in "TtZX" and _has_open(pid, dump)
     return _Traced(pid, state, answers, ProcessWatch(pid))
 

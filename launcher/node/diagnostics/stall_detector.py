@@ -14,15 +14,15 @@ Entry = Mapping[str, Any]  # one rank's values, as in Vitals.ranks
 
 Nodes = Mapping[int, Mapping[Any, Entry]]  # node_rank -> rank (an int, or a str when it came as JSON) -> entry
 
-FIRST_STEP = 900.0  #: seconds until the first step: loading, compiling kernels, joining the process group
+_FIRST_STEP = 900.0  # seconds until the first step: loading, compiling kernels, joining the process group
 
-AT_LEAST = 120.0  #: with stall_after "auto": seconds without progress that are never called a stall
+_AT_LEAST = 120.0  # with stall_after "auto": seconds without progress that are never called a stall
 
-TIMES_LONGEST = 5.0  #: with "auto": a stall lasts this many times the longest pause so far
+_TIMES_LONGEST = 5.0  # with "auto": a stall lasts this many times the longest pause so far
 
-UNSEEN = 900.0  #: replaces AT_LEAST where progress may go unseen: between epochs of a script, or without progress file
+UNSEEN = 900.0  #: replaces _AT_LEAST where progress may go unseen: between epochs of a script, or without progress file
 
-SLOWER = 1.5  #: a straggler's own work per step is at least this multiple of the median over ranks
+_SLOWER = 1.5  # a straggler's own work per step is at least this multiple of the median over ranks
 
 SHARE = 0.2  #: a straggler's own work exceeds that median by at least this share of the step
 
@@ -117,11 +117,11 @@ class _StallRule:
     def _limit(self, ranks: Mapping[int, Entry]) -> float:
         if self.after is None:
             unseen = any(entry["at"] is None or entry["at"][2] == "between" for entry in ranks.values())
-            least = UNSEEN if unseen else AT_LEAST
-            limit = max(least, TIMES_LONGEST * self.longest)
+            least = UNSEEN if unseen else _AT_LEAST
+            limit = max(least, _TIMES_LONGEST * self.longest)
         else:
             limit = self.after
-        return limit if self._stepped else max(limit, FIRST_STEP)
+        return limit if self._stepped else max(limit, _FIRST_STEP)
 
     def _finding(self, silence: float, ranks: Mapping[int, Entry]) -> dict[str, Any]:
         if self._stepped:
@@ -206,7 +206,7 @@ class _StragglerRule:
             # hysteresis: a reported straggler must fall well below the limits
             ease = 0.5 if rank in self._slow else 1.0
             excess = own["own_s"] - usual
-            slow = excess > (SLOWER - 1) * ease * usual and excess > SHARE * ease * own["step_s"]
+            slow = excess > (_SLOWER - 1) * ease * usual and excess > SHARE * ease * own["step_s"]
             if slow and rank not in self._slow and now - self._ended.get(rank, -QUIET) >= QUIET:
                 self._slow.add(rank)
                 yield _finding("straggler", ranks[rank]["node_rank"], rank, _slow(ranks[rank], own, usual), False)

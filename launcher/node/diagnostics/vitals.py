@@ -14,7 +14,7 @@ from typing import Any
 from launcher.node.json_reader import parsed
 from launcher.node.json_records import PHASES
 
-DONE = "done"  #: the phase of a rank that has ended its work, and whose process is about to end
+_DONE = "done"  # the phase of a rank that has ended its work, and whose process is about to end
 
 IDLE = 20.0  #: seconds without progress of a rank that has trained a step, from which on users are told
 
@@ -81,7 +81,7 @@ class Vitals:
         ]
         for rank, known in self.ranks.items():
             at = read_progress(os.path.join(self.run_dir, f"progress-rank{rank}"))
-            known["done"] = at is not None and at[2] == DONE
+            known["done"] = at is not None and at[2] == _DONE
             known["at"] = known["at"] if known["done"] else at
             known["ended"] = rank in ended
             moved, seen = time.monotonic(), (known["t"], known["kind"], at)
@@ -184,7 +184,7 @@ def read_progress(path: str) -> list[Any] | None:
     if len(words) != 3 or not (words[0].isdigit() and words[1].isdigit()):
         return None
     phase = words[2].decode("ascii", "replace")
-    return [int(words[0]), int(words[1]), phase] if phase in (*PHASES, DONE) else None
+    return [int(words[0]), int(words[1]), phase] if phase in (*PHASES, _DONE) else None
 
 
 def _is_number(value: Any) -> bool:

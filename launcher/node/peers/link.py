@@ -17,7 +17,7 @@ from typing import Any
 from launcher.node.child_process import Loop
 from launcher.node.json_reader import loads
 
-MAX_GREETING = 1 << 10  #: bytes of a line before the other end is authenticated
+_MAX_GREETING = 1 << 10  # bytes of a line before the other end is authenticated
 
 MAX_LINE = 1 << 18  #: bytes of a line afterwards
 
@@ -113,7 +113,7 @@ class Link:
                 return
 
     def _too_long(self, line: bytes) -> bool:
-        limit = MAX_GREETING if self.node_rank is None else MAX_LINE
+        limit = _MAX_GREETING if self.node_rank is None else MAX_LINE
         if len(line) > limit:
             self._end(f"a line of more than {limit} bytes")
         return len(line) > limit

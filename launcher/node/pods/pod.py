@@ -192,7 +192,7 @@ def alive(options: argparse.Namespace) -> int:
     return 0 if Pod(options.run, os.environ).alive() else 1
 
 
-def run_node(options: argparse.Namespace) -> int:
+def _run_node(options: argparse.Namespace) -> int:
     pod = Pod(options.run, os.environ)
     pod.await_parts()
     attempt = pod.begin_attempt()
@@ -207,7 +207,7 @@ def main() -> int:
     parser.add_argument("secrets", nargs="?", default="", help="folder with the Secret of the run")
     parser.add_argument("--alive", action="store_true", help="check that the heartbeat of this node is recent")
     options = parser.parse_args()
-    return run_program(partial(alive if options.alive else run_node, options))
+    return run_program(partial(alive if options.alive else _run_node, options))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ PACKAGE = "launcher.node"
 PROGRAMS = PACKAGE + ".programs"
 
 
-class SentModules:
+class _SentModules:
     """Import hook for ``sys.meta_path``: imports modules from the source texts that were sent."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class SentModules:
 def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     """Answer requests until ``lines`` ends, then end the process."""
     gc.disable()  # the process runs for seconds only
-    sent = SentModules()
+    sent = _SentModules()
     sys.meta_path.insert(0, sent)  # type: ignore[arg-type]
     while True:
         line = lines.readline()
@@ -70,7 +70,7 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
     leave()
 
 
-def _answer_to(request: dict[str, Any], sent: SentModules) -> dict[str, Any]:
+def _answer_to(request: dict[str, Any], sent: _SentModules) -> dict[str, Any]:
     """Run the program that a request names; return {"reply"}, {"error": traceback}, or {} if it names none."""
     sent.sources.update(request["sources"])
     if not request["program"]:

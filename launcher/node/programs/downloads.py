@@ -20,9 +20,9 @@ from urllib.request import Request, urlopen
 
 from launcher.node.programs.files import sha256_of
 
-REACH_SECONDS = 5.0  # timeout of a request that tests whether a server can be reached
+_REACH_SECONDS = 5.0  # timeout of a request that tests whether a server can be reached
 
-STALL_SECONDS = 60.0  # a download that receives nothing for so long has failed
+_STALL_SECONDS = 60.0  # a download that receives nothing for so long has failed
 
 AT_ONCE = 4  # downloads at a time
 
@@ -44,7 +44,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 def reach(url: str) -> bool:
     """Whether a HEAD request for ``url`` succeeds."""
     try:
-        with urlopen(Request(url, method="HEAD"), timeout=REACH_SECONDS) as answer:
+        with urlopen(Request(url, method="HEAD"), timeout=_REACH_SECONDS) as answer:
             return bool(answer.status == 200)
     except (OSError, ValueError):  # URLError and SSL errors are OSErrors
         return False
@@ -97,12 +97,12 @@ class Downloads:
         have = os.path.getsize(part) if os.path.exists(part) else 0
         headers = {"Range": "bytes=%d-" % have} if have else {}
         try:
-            answer = urlopen(Request(one["url"], headers=headers), timeout=STALL_SECONDS)
+            answer = urlopen(Request(one["url"], headers=headers), timeout=_STALL_SECONDS)
         except URLError as error:
             if getattr(error, "code", 0) != 416:  # 416: the file is complete, or longer than the original
                 raise
             os.unlink(part)
-            answer = urlopen(Request(one["url"]), timeout=STALL_SECONDS)
+            answer = urlopen(Request(one["url"]), timeout=_STALL_SECONDS)
         with answer, open(part, "ab" if answer.status == 206 else "wb") as out:
             expected = int(answer.headers.get("Content-Length") or 0)
             self.count(total=expected)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MARK = "gnnfleet-versions:"
 
-ENDING = "\nprint('%s' + repr(versions()))\n" % MARK
+_ENDING = "\nprint('%s' + repr(versions()))\n" % MARK
 
 SECONDS = 20.0  # timeout of one Python; it may be on a slow network disk
 
@@ -35,7 +35,7 @@ CONDA_ROOTS = (
     "miniconda3", "miniconda", "anaconda3", "anaconda", "miniforge3", "mambaforge", "micromamba", "conda",
 )  # fmt: skip
 
-VENV_NAMES = (".venv", "venv", ".env", "env")
+_VENV_NAMES = (".venv", "venv", ".env", "env")
 
 VENV_FOLDERS = (
     "~",
@@ -48,7 +48,7 @@ VENV_FOLDERS = (
     "/opt/venvs",
 )
 
-NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "cifs", "orangefs", "virtiofs", "9p")
+_NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "cifs", "orangefs", "virtiofs", "9p")
 
 SHARES = 8  # folders in the reply
 
@@ -84,7 +84,7 @@ def _versions_of(program: str, source: str) -> dict[str, str]:
     """Run ``packages.versions`` in the Python ``program``; {} when that fails. source: text of packages.py."""
     try:
         done = subprocess.run(
-            [program, "-c", source + ENDING],
+            [program, "-c", source + _ENDING],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS, cwd="/",
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
@@ -143,7 +143,7 @@ def _virtual_environments() -> Iterator[dict[str, str]]:
     for folder in VENV_FOLDERS:
         top = os.path.expanduser(folder)
         for name in entries(top):
-            beside = [os.path.join(top, name, usual) for usual in VENV_NAMES] if folder == "~" else []
+            beside = [os.path.join(top, name, usual) for usual in _VENV_NAMES] if folder == "~" else []
             for prefix in [os.path.join(top, name), *beside]:
                 if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) and _has_torch(prefix):
                     yield _of_prefix("venv", prefix)
@@ -211,7 +211,7 @@ def short(path: str) -> str:
 
 def shares(declared: list[str]) -> list[str]:
     """Return at most ``SHARES`` writable folders: ``declared``, the home folder, those of network file systems."""
-    mounts = [words[1] for words in map(str.split, lines_of("/proc/mounts")) if len(words) > 2 and words[2] in NETWORK]
+    mounts = [words[1] for words in map(str.split, lines_of("/proc/mounts")) if len(words) > 2 and words[2] in _NETWORK]
     home = os.path.expanduser("~")
     own = [os.path.join(mount, os.path.basename(home)) for mount in mounts]
     wanted = [os.path.expanduser(path) for path in declared] + [home, *own, *mounts]

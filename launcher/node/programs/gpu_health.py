@@ -23,10 +23,10 @@ FIELDS = (
 #: Bits of the reasons for lower clocks that mean a fault. Idle GPUs and limits that are set have others.
 REASONS = ((0x40, "heat"), (0x20, "heat"), (0x80, "its power supply (power brake)"), (0x08, "heat or power"))
 
-#: Xids of programs that used a GPU wrongly, not of the GPU: exceptions, page faults, stopped programs.
-OF_PROGRAMS = frozenset((13, 31, 43, 45))
+# Xids of programs that used a GPU wrongly, not of the GPU: exceptions, page faults, stopped programs.
+_OF_PROGRAMS = frozenset((13, 31, 43, 45))
 
-XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def add(gpus: list[dict[str, Any]], started: dict[str, Any]) -> list[dict[str, A
         gpu["width"], gpu["width_max"] = machine.number(width), machine.number(most)
         gpu["slowed"] = slowed(reasons)
         gpu["rows"] = "failure" if said(failure) else "pending" if said(pending) else ""
-    return faults(kernel_log(started), places)
+    return faults(_kernel_log(started), places)
 
 
 def slowed(reasons: str) -> str:
@@ -94,7 +94,7 @@ def address(place: str) -> str:
     return ":".join([domain, *words[1:]] if domain else words[1:])
 
 
-def kernel_log(started: dict[str, Any]) -> str:
+def _kernel_log(started: dict[str, Any]) -> str:
     """Return the kernel's messages since boot as far as this user may read them; '' if it may not."""
     found = machine.finish(started["dmesg"]) if "dmesg" in started else ""
     return found or machine.output(["journalctl", "--dmesg", "--quiet", "--no-pager", "--lines=5000"])
@@ -102,8 +102,8 @@ def kernel_log(started: dict[str, Any]) -> str:
 
 def faults(log: str, places: dict[str, int]) -> list[dict[str, Any]]:
     counts: dict[tuple[str, int], int] = {}
-    for place, code in XID.findall(log):
-        if int(code) not in OF_PROGRAMS:
+    for place, code in _XID.findall(log):
+        if int(code) not in _OF_PROGRAMS:
             key = address(place), int(code)
             counts[key] = counts.get(key, 0) + 1
     return [

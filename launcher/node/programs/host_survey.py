@@ -37,9 +37,9 @@ TMUX = {
     "apk": "apk add tmux",
 }
 
-AGENT = ["-S", "-c"]  # first arguments of node/programs/agent.py, whose processes end within seconds
+_AGENT = ["-S", "-c"]  # first arguments of node/programs/agent.py, whose processes end within seconds
 
-MARKS = []  # type: list[str]  # files that ``mark`` created
+_MARKS = []  # type: list[str]  # files that ``mark`` created
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def in_use(environment: str) -> list[str]:
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc") if programs else []):
         words = machine.read("/proc/%s/cmdline" % pid).split("\0")
-        if words[0].startswith(programs) and int(pid) != os.getpid() and words[1:3] != AGENT:
+        if words[0].startswith(programs) and int(pid) != os.getpid() and words[1:3] != _AGENT:
             found.append("pid %s: %s" % (pid, " ".join(words).strip()[:60]))
     return found
 
@@ -177,7 +177,7 @@ def mark(folder: str, name: str) -> dict[str, Any]:
     path = os.path.join(folder, name)
     try:
         with open(path, "x"):
-            MARKS.append(path)
+            _MARKS.append(path)
     except OSError:
         return {"marked": False}
     return {"marked": True}
@@ -193,8 +193,8 @@ def marks(folder: str, prefix: str) -> dict[str, Any]:
 
 def leave() -> None:
     """Remove the files that ``mark`` created; also called when the process ends."""
-    while MARKS:
+    while _MARKS:
         try:
-            os.unlink(MARKS.pop())
+            os.unlink(_MARKS.pop())
         except OSError as error:
             print(error, file=sys.stderr)

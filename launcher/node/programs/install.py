@@ -25,9 +25,9 @@ from launcher.node.programs import packages
 
 UNFINISHED = ".gnnfleet-setup.json"
 
-INSTALL_SECONDS = 3600.0
+_INSTALL_SECONDS = 3600.0
 
-IMPORT_SECONDS = 600.0  # the first import compiles modules, perhaps on a slow disk
+_IMPORT_SECONDS = 600.0  # the first import compiles modules, perhaps on a slow disk
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def make(environment: str, folder: str, request: dict[str, Any]) -> tuple[str, b
         raise Failed("%s exists by now; run gnnfleet setup again" % environment)
     new = os.path.join(folder, "env")
     shutil.rmtree(new, ignore_errors=True)
-    run([request["base"], "-m", "venv", "--without-pip", new], INSTALL_SECONDS)
+    run([request["base"], "-m", "venv", "--without-pip", new], _INSTALL_SECONDS)
     tool = _add_packages(new, folder, request)
     cuda = importable(new, request["imports"])
     # Replace the path ``new`` by ``final`` in pyvenv.cfg and the scripts of the environment in ``new``.
@@ -169,7 +169,7 @@ def _add_packages(environment: str, folder: str, request: dict[str, Any]) -> str
         try:
             run(
                 [uv, "pip", "install", "--no-config", "--python", python, "--reinstall", *cache, *common],
-                INSTALL_SECONDS,
+                _INSTALL_SECONDS,
             )
             return "uv"
         except Failed as error:
@@ -178,7 +178,7 @@ def _add_packages(environment: str, folder: str, request: dict[str, Any]) -> str
             )  # an old uv may not know an option; if pip fails as well, its error is reported
     pip = os.path.join(wheels, request["pip"], "pip")
     words = ["--isolated", "--disable-pip-version-check", "--no-warn-script-location", "--no-cache-dir", "--no-compile"]
-    run([python, pip, "install", *words, "--force-reinstall", *common], INSTALL_SECONDS)
+    run([python, pip, "install", *words, "--force-reinstall", *common], _INSTALL_SECONDS)
     return "pip"
 
 
@@ -205,7 +205,7 @@ def importable(environment: str, modules: list[str]) -> bool:
     code += (
         "import sys\ncuda = getattr(sys.modules.get('torch'), 'cuda', None)\nprint(bool(cuda and cuda.is_available()))"
     )
-    printed = run([os.path.join(environment, "bin", "python"), "-c", code], IMPORT_SECONDS)
+    printed = run([os.path.join(environment, "bin", "python"), "-c", code], _IMPORT_SECONDS)
     return printed.split()[-1:] == ["True"]
 
 

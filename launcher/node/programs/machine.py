@@ -16,7 +16,7 @@ TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to s
 if TYPE_CHECKING:
     from typing import Any
 
-GPU_FIELDS = (
+_GPU_FIELDS = (
     "index,uuid,name,memory.total,memory.used,compute_mode,mig.mode.current,ecc.errors.uncorrected.volatile.total"
 )
 
@@ -27,7 +27,7 @@ def commands(want_devices: bool) -> dict[str, Any]:
     """Start ``tmux -V`` and, if wanted, nvidia-smi, in the background; return {name: running command}."""
     wanted = {"tmux": ["tmux", "-V"]}
     if want_devices:
-        fields = "--query-gpu=%s,driver_version" % GPU_FIELDS
+        fields = "--query-gpu=%s,driver_version" % _GPU_FIELDS
         wanted["nvidia-smi"] = ["nvidia-smi", fields, "--format=csv,noheader,nounits"]
     return {name: started(argv) for name, argv in wanted.items() if on_path(name)}
 
@@ -219,7 +219,7 @@ SHORT = [
 
 
 def look(listed: str) -> dict[str, Any]:
-    """Parse nvidia-smi's output for the query ``GPU_FIELDS``.
+    """Parse nvidia-smi's output for the query ``_GPU_FIELDS``.
 
     Returns {"devices": models of the GPUs, "gpus": facts of each GPU (``gpu``), "driver": version}.
     """

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 IN_FLIGHT = 256  # concurrent connections; well below the usual limit on open files
 
-BACKLOG = 4096
+_BACKLOG = 4096
 
-NO_LINGER = struct.pack("ii", 1, 0)  # close by RST, without TIME_WAIT on either side
+_NO_LINGER = struct.pack("ii", 1, 0)  # close by RST, without TIME_WAIT on either side
 
 STRANGER, NO_NAME, NO_ANSWER = "stranger", "name", "no answer"
 
@@ -107,7 +107,7 @@ def bound(server: socket.socket, address: tuple[str, int]) -> socket.socket:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.setblocking(False)
         server.bind(address)
-        server.listen(BACKLOG)
+        server.listen(_BACKLOG)
     except OSError:
         server.close()
         raise
@@ -150,7 +150,7 @@ class _Attempt:
         """Start to connect; return the socket's descriptor. Raises OSError when the system refuses at once."""
         family = socket.AF_INET6 if ":" in self.numeric else socket.AF_INET
         self.socket, self.deadline = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK), deadline
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         failed = self.socket.connect_ex((self.numeric, self.port))
         if failed not in (0, errno.EINPROGRESS):
             self.socket.close()
@@ -271,13 +271,13 @@ def meaning(error: OSError) -> str:
 
 RTM_GETADDR, RTM_NEWADDR, NLMSG_DONE = 22, 20, 3
 
-REQUEST_DUMP = 0x301
+_REQUEST_DUMP = 0x301
 
 IFA_ADDRESS, IFA_LOCAL = 1, 2
 
-TENTATIVE = 0x40  # not usable yet
+_TENTATIVE = 0x40  # not usable yet
 
-SCOPE_LINK = 253  # link-local addresses are ambiguous without an interface
+_SCOPE_LINK = 253  # link-local addresses are ambiguous without an interface
 
 
 def addresses() -> list[tuple[str, str]]:
@@ -290,7 +290,7 @@ def _kernel_addresses() -> Iterator[tuple[int, str]]:
     """Yield (interface number, address) for each address of this machine, from the kernel by netlink (RTM_GETADDR)."""
     sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
     try:
-        sock.sendall(struct.pack("=IHHIIB7x", 24, RTM_GETADDR, REQUEST_DUMP, 1, 0, socket.AF_UNSPEC))
+        sock.sendall(struct.pack("=IHHIIB7x", 24, RTM_GETADDR, _REQUEST_DUMP, 1, 0, socket.AF_UNSPEC))
         while True:
             data = sock.recv(1 << 16)
             while len(data) >= 16:
@@ -312,5 +312,5 @@ def _parsed_address(message: bytes) -> Iterator[tuple[int, str]]:
         found[kind] = message[at + 4 : at + length]
         at += max(4, (length + 3) & ~3)
     raw = found.get(IFA_LOCAL) or found.get(IFA_ADDRESS)
-    if raw and scope != SCOPE_LINK and not flags & TENTATIVE:
+    if raw and scope != _SCOPE_LINK and not flags & _TENTATIVE:
         yield number, socket.inet_ntop(family, raw)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
-LEASES = "/tmp/gnnfleet-leases"
+_LEASES = "/tmp/gnnfleet-leases"
 
 RUNS = 1000  # run folders that are examined at most, newest first
 
@@ -151,7 +151,7 @@ def _lease_facts() -> tuple[list[dict[str, Any]], str]:
     Each lease is a dict of its fields; "words" has a description for messages, "needs" what it takes or waits for.
     """
     try:
-        if not os.listdir(os.environ.get("GNNFLEET_LEASES") or LEASES):
+        if not os.listdir(os.environ.get("GNNFLEET_LEASES") or _LEASES):
             return [], ""
     except FileNotFoundError:
         return [], ""

@@ -17,9 +17,9 @@ from typing import Any, Callable, Optional
 
 from launcher.node.programs import machine
 
-SIDE = 1536  # of the matrices; 9 MB each
+_SIDE = 1536  # of the matrices; 9 MB each
 
-COPIED = 1 << 27  # bytes; more than caches hold
+_COPIED = 1 << 27  # bytes; more than caches hold
 
 BLOCK = 1 << 22  # bytes
 
@@ -32,8 +32,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     by, multiply, copy = work()
     seconds = request["seconds"]
     return {
-        "product": 2 * SIDE**3 * rate(multiply, seconds) / 1e9 if multiply else 0.0,
-        "copy": COPIED * rate(copy, seconds) / 1e9,
+        "product": 2 * _SIDE**3 * rate(multiply, seconds) / 1e9 if multiply else 0.0,
+        "copy": _COPIED * rate(copy, seconds) / 1e9,
         "disk": disk(os.path.expanduser(request["folder"]), seconds) / 1e6,
         "by": by,
     }
@@ -41,17 +41,17 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 def work() -> tuple[str, Optional[Callable[[], Any]], Callable[[], Any]]:
     """Return the package that computes ('' for none), a function that multiplies matrices, one that copies memory."""
-    old, new = memoryview(bytearray(COPIED)), memoryview(bytearray(COPIED))
+    old, new = memoryview(bytearray(_COPIED)), memoryview(bytearray(_COPIED))
     try:
         torch = import_module("torch")
         torch.set_num_threads(machine.cpus())
-        x, source, target = torch.rand(SIDE, SIDE), torch.ones(COPIED // 4), torch.empty(COPIED // 4)
+        x, source, target = torch.rand(_SIDE, _SIDE), torch.ones(_COPIED // 4), torch.empty(_COPIED // 4)
         return "torch", lambda: torch.mm(x, x), lambda: target.copy_(source)
     except Exception:  # not installed, or broken: preflight says so
         pass
     try:
         numpy = import_module("numpy")
-        ones = numpy.ones((SIDE, SIDE), "float32")
+        ones = numpy.ones((_SIDE, _SIDE), "float32")
         return "numpy", lambda: numpy.dot(ones, ones), lambda: new.__setitem__(slice(None), old)
     except Exception:
         return "", None, lambda: new.__setitem__(slice(None), old)

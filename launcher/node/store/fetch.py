@@ -22,7 +22,7 @@ from launcher.node.store.progress_lines import ProgressLines
 
 CHUNK = 4 << 20  # bytes per request
 
-AHEAD = 16  # chunks that are requested at the same time
+_AHEAD = 16  # chunks that are requested at the same time
 
 STALLED = 300.0  # seconds without a byte from the store after which a fetch fails
 
@@ -92,7 +92,7 @@ class _Transfer:
 
         files: each with the byte at which to continue.
         """
-        reads, checks = ThreadPoolExecutor(AHEAD), ThreadPoolExecutor(1)
+        reads, checks = ThreadPoolExecutor(_AHEAD), ThreadPoolExecutor(1)
         try:
             pending: list[Future[list[tuple[StoredFile, str]]]] = []
             for chunk, data in self._read_ahead(reads, _chunks(files)):
@@ -115,7 +115,7 @@ class _Transfer:
         waiting: deque[tuple[_Chunk, Future[bytes]]] = deque()
         for chunk in chunks:
             waiting.append((chunk, pool.submit(self._read, chunk)))
-            if len(waiting) == AHEAD:
+            if len(waiting) == _AHEAD:
                 yield self._next(waiting)
         while waiting:
             yield self._next(waiting)

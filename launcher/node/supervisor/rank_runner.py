@@ -67,7 +67,7 @@ class _RankRunner:
         while child.running():
             self.loop.poll(0.5)
             now = time.monotonic()
-            alone = supervisor_gone(self.environment)
+            alone = _supervisor_gone(self.environment)
             if self._kill_at is None and (self.loop.signals or alone):
                 child.terminate()
                 self._kill_at = now + self.grace
@@ -86,7 +86,7 @@ class _RankRunner:
     def _server_ready(self) -> bool:
         # No timeout: the supervisor stops the rank when the graph server takes too long.
         while self.ready_file and not os.path.exists(self.ready_file):
-            if self.loop.signals or supervisor_gone(self.environment):
+            if self.loop.signals or _supervisor_gone(self.environment):
                 return False
             self.loop.poll(_GLANCE)
         return True
@@ -133,7 +133,7 @@ def _left_of(child: Child) -> list[procs.Process]:
     return list({process.pid: process for process in found}.values())
 
 
-def supervisor_gone(environment: dict[str, str]) -> bool:
+def _supervisor_gone(environment: dict[str, str]) -> bool:
     pid, _, start_ticks = environment.get("GNNFLEET_SUPERVISOR", "").partition(":")
     return bool(pid) and not procs.alive(int(pid), int(start_ticks))
 

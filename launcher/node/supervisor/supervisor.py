@@ -41,7 +41,7 @@ from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.tracking import Tracking
 from launcher.node.supervisor.waiting import Forecast, WaitedTooLong, Waiting
 
-HEARTBEAT = 1.0  #: seconds between two writes of state.json
+_HEARTBEAT = 1.0  # seconds between two writes of state.json
 
 _FILES = 256  # open files besides the connections to the other supervisors
 
@@ -482,7 +482,7 @@ class Supervisor:
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        self._next_heartbeat = time.monotonic() + HEARTBEAT
+        self._next_heartbeat = time.monotonic() + _HEARTBEAT
         self.oom.look()
         self.forecast.look(self.health.ranks)
         sight = self.sight()

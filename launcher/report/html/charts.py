@@ -41,7 +41,7 @@ _SPLIT_COLOURS = {"train": "#009e73", "val": "#0072b2", "test": "#d55e00"}
 
 _BYTES_SCALE = [[0.0, "#dbe9f6"], [1.0, "#0072b2"]]  # opaque, so that numbers are readable on light and dark pages
 
-Trace = Mapping[str, Any]
+_Trace = Mapping[str, Any]
 
 
 def loss_chart(record: RunRecord) -> Chart | None:
@@ -210,12 +210,12 @@ def _seeds_axis() -> dict[str, Any]:
     return {"title": {"text": "seeds/s"}, "rangemode": "tozero"}
 
 
-def _chart(key: str, title: str, data: Sequence[Trace], layout: Mapping[str, Any]) -> Chart | None:
+def _chart(key: str, title: str, data: Sequence[_Trace], layout: Mapping[str, Any]) -> Chart | None:
     drawn = [trace for trace in data if len(trace["x"])]
     return Chart(key, title, drawn, layout) if drawn else None
 
 
-def _line(name: str, points: Sequence[Point], *, colour: str = "", width: float = 2, marks: bool = False) -> Trace:
+def _line(name: str, points: Sequence[Point], *, colour: str = "", width: float = 2, marks: bool = False) -> _Trace:
     trace: dict[str, Any] = {
         "type": "scatter",
         "name": name,

@@ -18,7 +18,7 @@ from launcher.report.metrics import Metrics, metrics_files, read_metrics
 from launcher.report.outcome import Outcome
 from launcher.report.run_folder import FoundRun, known_here, read_folder
 
-LOG_LINES = 60  #: number of last lines of a log that are shown
+_LOG_LINES = 60  # number of last lines of a log that are shown
 
 _LOG_BYTES = 1 << 16  # bytes read from the end of a log
 
@@ -134,7 +134,7 @@ def _last_lines(path: Path) -> tuple[str, ...]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LOG_BYTES))
         text = file.read().decode("utf-8", "replace")
-    return tuple(deque(text.splitlines(), LOG_LINES))
+    return tuple(deque(text.splitlines(), _LOG_LINES))
 
 
 def _manifest(found: FoundRun) -> Mapping[str, Any] | None:

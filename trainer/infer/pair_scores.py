@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -77,18 +76,16 @@ def write_pair_scores(out: Path, graph: Graph, links: Sequence[LinkEmbeddings], 
     if group.rank == 0:
         roles = ("source", "target", *(["edge_type"] if several else []))
         columns = [*(TableColumn(role, "VARCHAR") for role in roles), TableColumn("score", "DOUBLE")]
-        write_table(out / "pairs", columns, _blocks(names, scores), parquet)
+        starts = range(0, len(scores) * ROWS_AT_ONCE, ROWS_AT_ONCE)
+        blocks = (
+            [*(texts[at : at + ROWS_AT_ONCE] for texts in names), some] for at, some in zip(starts, scores, strict=True)
+        )
+        write_table(out / "pairs", columns, blocks, parquet)
 
 
 def _raise(path: Path, role: str, texts: Sequence[str], wrong: Ids, what: str) -> None:
     row = int(wrong[0])
     raise DataError(f"{path}, {role} {texts[row]!r} in row {row + 1} is not {what} ({len(wrong):,} such rows)")
-
-
-def _blocks(names: Sequence[Sequence[str]], scores: Sequence[Sequence[float]]) -> Iterator[list[Sequence[Any]]]:
-    for number, some in enumerate(scores):
-        rows = slice(number * ROWS_AT_ONCE, (number + 1) * ROWS_AT_ONCE)
-        yield [*(texts[rows] for texts in names), some]
 
 
 def _columns(path: Path, count: int) -> list[list[str]]:

@@ -80,7 +80,10 @@ class TypedLinkLoader(BlockLoader):
         """Return the seeds, each node once, and the queries as positions among them."""
         store, edge_types = self.graph.store, self.links.types
         found = [*self.links.by_type(share.positions)]
-        negatives = {of: self._negatives(share, of) for of in self.asked}
+        negatives = dict.fromkeys(self.asked, np.empty(0, np.int64))
+        for of in self.asked if len(share.positions) else ():
+            draw = NegativeDraw(self.graph.manifest.nodes[of].num_nodes)
+            negatives[of] = uniform_negatives(draw, self._count, share.key ^ node_salt(of))
 
         # The nodes of each type, and the position of its first row.
         groups: dict[NodeType, list[Ids]] = {of: [negatives.get(of, np.empty(0, np.int64))] for of in self.types}
@@ -133,9 +136,3 @@ class TypedLinkLoader(BlockLoader):
             of: (np.concatenate([each[0] for each in some]), np.concatenate([each[1] for each in some]))
             for of, some in pairs.items()
         }
-
-    def _negatives(self, share: SeedShare, of: NodeType) -> Ids:
-        if not len(share.positions):
-            return np.empty(0, np.int64)
-        draw = NegativeDraw(self.graph.manifest.nodes[of].num_nodes)
-        return uniform_negatives(draw, self._count, share.key ^ node_salt(of))

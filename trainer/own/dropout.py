@@ -49,19 +49,17 @@ class KeyedDropout(TorchFunctionMode):
     def _dropout(self, rows: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
             return rows
-        number = len(self.found)
-        of = self._of(number, len(rows) if rows.dim() else 0)
+        number, count = len(self.found), len(rows) if rows.dim() else 0
+        if self.known is None or number >= len(self.known):
+            of = next((of for of, (size, _) in self.rows.items() if size == count), None)
+        else:
+            of = self.known[number]
+            of = of if of is not None and of in self.rows and self.rows[of][0] == count else None
         self.found.append(of)
         if of is None or p >= 1 or not rows.is_floating_point():
             return functional.dropout(rows, p, True)
         flat = rows.flatten(1).contiguous() if rows.dim() > 1 else rows[:, None]
         return hash_dropout(flat, self.rows[of][1](), p, self.key, number, True).reshape(rows.shape)
-
-    def _of(self, number: int, count: int) -> RowsOf | None:
-        if self.known is None or number >= len(self.known):
-            return next((of for of, (rows, _) in self.rows.items() if rows == count), None)
-        of = self.known[number]
-        return of if of is not None and of in self.rows and self.rows[of][0] == count else None
 
 
 class BatchDropout(KeyedDropout):

@@ -80,12 +80,12 @@ class PartitionSource:
             return self.manifest.dataset_fingerprint
         found = {path for path in self.folder.rglob("*") if path.is_file()}
         files = sorted(found.union(*(file.files for file in self._extra)))
-        states = [(self._relative(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        states = []
+        for path in files:
+            place, stat = path.relative_to(self.folder) if path.is_relative_to(self.folder) else path, path.stat()
+            states.append((place.as_posix(), stat.st_size, stat.st_mtime_ns))
         record = [_GENERATION, DATASET, self._foreign.key, asdict(self.options), dict(self.nodes), states]
         return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-    def _relative(self, path: Path) -> str:
-        return (path.relative_to(self.folder) if path.is_relative_to(self.folder) else path).as_posix()
 
     @cached_property
     def _extra(self) -> list[ExtraFile]:

@@ -121,19 +121,16 @@ class PartHolders:
         seconds.
         """
         wanted = sorted(set(parts))
-        while missing := self._missing(wanted):
-            if time.monotonic() - max(map(self._lost_since, missing)) >= self.server_wait:
+        while True:
+            lost, now = dict(self._lost), time.monotonic()
+            missing = [part for part in wanted if lost.keys() >= set(self._of_part[part])]
+            if not missing:
+                return
+            since = [max((lost[host].since for host in self._of_part[part]), default=now) for part in missing]
+            if now - max(since) >= self.server_wait:
                 raise self._give_up_error(missing)
             time.sleep(_POLL)
             self._check_lost()
-
-    def _missing(self, parts: Sequence[int]) -> list[int]:
-        lost = set(self._lost)
-        return [part for part in parts if lost.issuperset(self._of_part[part])]
-
-    def _lost_since(self, part: int) -> float:
-        since = [lost_host.since for host in self._of_part[part] if (lost_host := self._lost.get(host)) is not None]
-        return max(since, default=time.monotonic())  # no holder is lost: one has just returned
 
     def _give_up_error(self, parts: Sequence[int]) -> ServiceError:
         hosts = dict.fromkeys(host for part in parts for host in self._of_part[part])

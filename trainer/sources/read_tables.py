@@ -683,18 +683,17 @@ class _Conversion:
 
     def _edge_index(self, of: EdgeType, name: str, count: int, scan: Scan, task_rows: int = 0) -> RawArray:
         """Return the ends of edges. ``task_rows``: number of nodes of the end that is no table of option ``nodes``."""
-        most = max(task_rows, *(self._num_nodes(end) for end in (of[0], of[2]) if end in self.options.nodes))
+        most, named = task_rows, list(self.options.nodes)
+        for end in (of[0], of[2]):
+            if end in named:
+                ids = f"nodes{named.index(end)}_ids"
+                most = max(most, self.database.rows(f"SELECT count(*) FROM {ids}", f"nodes.{end}")[0][0])
         dtype = np.dtype(np.int32 if most < 1 << 31 else np.int64)
         out = self.arrays.empty(type_name(of), dtype, (2, count))
         for begin, end in row_ranges(count, 16):
             rows = self.arrays.rows(name, "gf_s, gf_t", begin, end, scan.where)
             out[0, begin:end], out[1, begin:end] = rows["gf_s"], rows["gf_t"]
         return RawArray(out, scan.where)
-
-    def _num_nodes(self, of: NodeType) -> int:
-        k = list(self.options.nodes).index(of)
-        ((count,),) = self.database.rows(f"SELECT count(*) FROM nodes{k}_ids", f"nodes.{of}")
-        return int(count)
 
     # --- both -------------------------------------------------------------------------------------------------
 

@@ -165,7 +165,12 @@ class _Partition:
         found = [read_tensor_file(file) for file in files]
         ids = {}
         for of, ranges in types.items():
-            pieces = [_one(tensors, self._keys(of), file) for tensors, file in zip(found, files, strict=True)]
+            keys, pieces = self._keys(of), []
+            for tensors, file in zip(found, files, strict=True):
+                name = next((key for key in keys if key in tensors), None)
+                if name is None:
+                    raise DataError(f"{file}: no ids of {keys[0]}; the file has {', '.join(tensors) or 'nothing'}")
+                pieces.append(tensors[name].values)
             ids[of] = np.concatenate(pieces)
             ids[of] = ids[of] - ids[of].min(initial=ranges.count)  # ids of edges may count all types
             if not np.array_equal(np.sort(ids[of]), np.arange(ranges.count)):
@@ -274,13 +279,6 @@ def as_mask(name: str, values: Array) -> Array:
     if name.endswith("_mask") and values.dtype.kind in "iu" and values.size and 0 <= values.min() <= values.max() <= 1:
         return values.astype(bool)
     return values
-
-
-def _one(tensors: Tensors, keys: Sequence[str], path: Path) -> Array:
-    name = next((key for key in keys if key in tensors), None)
-    if name is None:
-        raise DataError(f"{path}: no ids of {keys[0]}; the file has {', '.join(tensors) or 'nothing'}")
-    return tensors[name].values
 
 
 def _reordered(values: Array, original: Ids | None) -> Array:

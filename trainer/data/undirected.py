@@ -62,21 +62,13 @@ def merged(data: EdgeData, num_nodes: int, scratch: Scratch | None = None) -> Ed
         return _merged_on_disk(data, num_nodes, scratch)
     if not data.attrs:
         return EdgeData(undirected(data.edge_index, num_nodes))
-    edge_index, origin = _first_of_equal(data.edge_index)
-    return EdgeData(edge_index, {name: values[origin] for name, values in data.attrs.items()}, data.bfloat16)
-
-
-def _first_of_equal(edge_index: Array) -> tuple[Array, Array]:
-    """Return both directions of every edge, without duplicates, [2, E'], and the origin of each, [E'].
-
-    The origin of an edge is its position in ``edge_index``, or that of its reverse if only the reverse is given.
-    """
-    both = np.concatenate([edge_index, edge_index[::-1]], axis=1)
+    both = np.concatenate([data.edge_index, data.edge_index[::-1]], axis=1)
     order = np.lexsort((both[1], both[0]))  # stable, so a given edge comes before an equal reversed one
     both = both[:, order]
     new = np.ones(both.shape[1], bool)
     new[1:] = (both[:, 1:] != both[:, :-1]).any(axis=0)
-    return np.ascontiguousarray(both[:, new]), order[new] % edge_index.shape[1]
+    edge_index, origin = np.ascontiguousarray(both[:, new]), order[new] % data.edge_index.shape[1]
+    return EdgeData(edge_index, {name: values[origin] for name, values in data.attrs.items()}, data.bfloat16)
 
 
 # --- by way of files ----------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,7 @@ def write_pair_scores(out: Path, graph: Graph, links: Sequence[LinkEmbeddings], 
         roles = ("source", "target", *(["edge_type"] if several else []))
         columns = [*(TableColumn(role, "VARCHAR") for role in roles), TableColumn("score", "DOUBLE")]
         starts = range(0, len(scores) * ROWS_AT_ONCE, ROWS_AT_ONCE)
-        blocks = (
+        blocks: Iterator[list[Sequence[Any]]] = (
             [*(texts[at : at + ROWS_AT_ONCE] for texts in names), some] for at, some in zip(starts, scores, strict=True)
         )
         write_table(out / "pairs", columns, blocks, parquet)

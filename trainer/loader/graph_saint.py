@@ -134,12 +134,6 @@ def _saved(
 ) -> tuple[str, Path | None, _SaintNorm | None]:
     if save_dir is None:
         return "", None, None
-    key = _digest(loader, ends, coverage)
-    path = Path(save_dir) / f"{type(loader).__name__.lower()}_{coverage}_{key[:16]}.pt"
-    return key, path, _read(path, key)
-
-
-def _digest(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int) -> str:
     num_nodes = loader.graph.manifest.nodes[HOMO_NODE].num_nodes
     digest = hashlib.sha256(
         f"{loader.draws} {loader.options.seed} {loader.order.num_seeds} {coverage} {num_nodes}".encode()
@@ -148,7 +142,9 @@ def _digest(loader: GraphSAINTSampler, ends: EdgeEndpoints, coverage: int) -> st
     for side in (1, 2):  # all sources, then all targets
         for chunk in edges_in_order(ends):
             digest.update(np.ascontiguousarray(chunk[side], dtype).data)
-    return digest.hexdigest()
+    key = digest.hexdigest()
+    path = Path(save_dir) / f"{type(loader).__name__.lower()}_{coverage}_{key[:16]}.pt"
+    return key, path, _read(path, key)
 
 
 def _read(path: Path, key: str) -> _SaintNorm | None:

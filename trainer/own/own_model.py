@@ -104,7 +104,17 @@ class OwnModel(nn.Module):
         arguments = self._arguments(typed, rows)
         with self._randomness(typed):
             out = self.own(**arguments)
-        return self._of_seeds(out, seeds)
+        found = dict(out) if isinstance(out, Mapping) else {self.target: out}
+        for of, count in seeds.items():
+            own = found.get(of)
+            if not isinstance(own, Tensor) or own.dim() != 2 or own.shape[1] != self.outputs or len(own) < count:
+                shape = list(own.shape) if isinstance(own, Tensor) else type(own).__name__
+                raise SettingsError(
+                    f"model: forward of {self.call.name} must return rows of all nodes of the batch, or of "
+                    f"its seeds{f', by node type, also of {of}' if len(seeds) > 1 else ''}: [n, {self.outputs}]; it "
+                    f"returns {shape}"
+                )
+        return {of: found[of][:count] for of, count in seeds.items()}
 
     def input_rows(self, batch: HeteroBatch) -> Rows:
         """Return the input of the model for each node type, float [n, f]. Collective if nodes have trainable rows.
@@ -185,19 +195,6 @@ class OwnModel(nn.Module):
             self.train()
         plain, unrolled = found
         return any(not torch.allclose(rows, unrolled[of], 1e-4, 1e-5, equal_nan=True) for of, rows in plain.items())
-
-    def _of_seeds(self, out: Any, seeds: Mapping[NodeType, int]) -> Rows:
-        found = dict(out) if isinstance(out, Mapping) else {self.target: out}
-        for of, count in seeds.items():
-            rows = found.get(of)
-            if not isinstance(rows, Tensor) or rows.dim() != 2 or rows.shape[1] != self.outputs or len(rows) < count:
-                shape = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
-                raise SettingsError(
-                    f"model: forward of {self.call.name} must return rows of all nodes of the batch, or of "
-                    f"its seeds{f', by node type, also of {of}' if len(seeds) > 1 else ''}: [n, {self.outputs}]; it "
-                    f"returns {shape}"
-                )
-        return {of: found[of][:count] for of, count in seeds.items()}
 
     def _arguments(self, batch: HeteroBatch, rows: Rows) -> dict[str, Any]:
         """Return the arguments of the model's ``forward``. ``rows``: its input, by node type.

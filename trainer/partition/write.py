@@ -204,7 +204,10 @@ def _write_edges(
     times = {name: nodes.attrs[name] for name in dataset.time_attrs if name in nodes.attrs}
     times = {name: at for name, at in times.items() if at.ndim == 1 and is_time(at, name in nodes.bfloat16)}
     writer.group(f"edges {type_name(edge_type)}", lambda: _write_sorted(writer, edge_type, cut, data, times))
-    endpoints = _endpoint_arrays(edge_type, data.edge_index, source.num_parts)
+    endpoints = {  # rows of source and target, as original ids; each file has a range of original edge ids
+        f"part{part_id}/edges/{type_name(edge_type)}/endpoints.npy": data.edge_index[:, begin:end].T
+        for part_id, (begin, end) in enumerate(pairwise(endpoint_offsets(data.num_edges, source.num_parts)))
+    }
     id_type = id_dtype(max(len(labels[end].orig_id) for end in (edge_type[0], edge_type[2])))
     writer.group(f"endpoints {type_name(edge_type)}", lambda: writer.arrays(endpoints, id_type))
     return EdgeSpec(
@@ -214,18 +217,6 @@ def _write_edges(
         src_times=tuple(times),
         edge_cut=edge_cut,
     )
-
-
-def _endpoint_arrays(edge_type: EdgeType, edge_index: Array, num_parts: int) -> dict[str, Array]:
-    """Return the content of each part's endpoints file, as a mapping of paths to arrays [m, 2].
-
-    A row is the source and target of one edge, as original ids. Each file has the edges of one range of original edge
-    ids.
-    """
-    return {
-        f"part{part_id}/edges/{type_name(edge_type)}/endpoints.npy": edge_index[:, begin:end].T
-        for part_id, (begin, end) in enumerate(pairwise(endpoint_offsets(edge_index.shape[1], num_parts)))
-    }
 
 
 def _write_sorted(

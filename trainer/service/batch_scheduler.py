@@ -281,9 +281,18 @@ class BatchScheduler(Generic[Work]):
             self._changed.notify_all()
 
     def _queue_batch(self, job: ScheduledRequest[Work]) -> str | None:
-        client, refusal = self._client_for(job)
-        if client is None:
-            return refusal
+        assert job.client is not None
+        number = job.client.number
+        if self._client_of.get(job.peer, number) != number:
+            return "this connection has pending requests as another client"
+        if number not in self._clients:
+            if len(self._clients) >= MAX_CLIENTS:
+                idle = next((known for known, client in self._clients.items() if client.idle), None)
+                if idle is None:
+                    return f"{MAX_CLIENTS} clients already have pending requests"
+                del self._clients[idle]
+            self._clients[number] = _ClientQueue(job.client, self._virtual, self._clock())
+        client = self._clients[number]
         client.heard = self._clock()
         if len(client.queue) >= MAX_QUEUED or client.queued_bytes + job.size > _MAX_QUEUED_BYTES:
             return f"{len(client.queue)} batches of this client ({client.name.name}) are already waiting"
@@ -291,23 +300,9 @@ class BatchScheduler(Generic[Work]):
         if not client.queue:
             client.tag = max(client.tag, self._virtual)
         client.push(job)
-        self._busy[client.name.number] = client
-        self._client_of[job.peer] = client.name.number
+        self._busy[number] = client
+        self._client_of[job.peer] = number
         return None
-
-    def _client_for(self, job: ScheduledRequest[Work]) -> tuple[_ClientQueue[Work] | None, str]:
-        assert job.client is not None
-        number = job.client.number
-        if self._client_of.get(job.peer, number) != number:
-            return None, "this connection has pending requests as another client"
-        if number not in self._clients:
-            if len(self._clients) >= MAX_CLIENTS:
-                idle = next((known for known, client in self._clients.items() if client.idle), None)
-                if idle is None:
-                    return None, f"{MAX_CLIENTS} clients already have pending requests"
-                del self._clients[idle]
-            self._clients[number] = _ClientQueue(job.client, self._virtual, self._clock())
-        return self._clients[number], ""
 
     def _choose(self) -> ScheduledRequest[Work] | None:
         for other in (self._others_next, not self._others_next):

@@ -684,10 +684,10 @@ class _Conversion:
     def _edge_index(self, of: EdgeType, name: str, count: int, scan: Scan, task_rows: int = 0) -> RawArray:
         """Return the ends of edges. ``task_rows``: number of nodes of the end that is no table of option ``nodes``."""
         most, named = task_rows, list(self.options.nodes)
-        for end in (of[0], of[2]):
-            if end in named:
-                ids = f"nodes{named.index(end)}_ids"
-                most = max(most, self.database.rows(f"SELECT count(*) FROM {ids}", f"nodes.{end}")[0][0])
+        for each in (of[0], of[2]):
+            if each in named:
+                ids = f"nodes{named.index(each)}_ids"
+                most = max(most, self.database.rows(f"SELECT count(*) FROM {ids}", f"nodes.{each}")[0][0])
         dtype = np.dtype(np.int32 if most < 1 << 31 else np.int64)
         out = self.arrays.empty(type_name(of), dtype, (2, count))
         for begin, end in row_ranges(count, 16):

@@ -92,20 +92,15 @@ def why_ended(scores: Sequence[ValScore], stop: EarlyStop | None, default: Metri
         return ""
     metric = metric_named(stop.metric or default.name)
     scores = [score for score in scores if metric.name in score]  # others are from before a resume
-    best, waited = _best_and_wait(scores, metric, stop.min_delta)
+    best = -1  # the last evaluation that improved
+    for index, score in enumerate(scores):
+        gain = score[metric.name] - scores[best][metric.name]
+        first = best < 0 or (math.isnan(scores[best][metric.name]) and not math.isnan(score[metric.name]))
+        if first or (gain if metric.better == "higher" else -gain) > stop.min_delta:
+            best = index
+    waited = len(scores) - 1 - best
     if waited < stop.patience:
         return ""
     value, epoch = scores[best][metric.name], scores[best]["epoch"]
     more = f" by more than {stop.min_delta:g}" if stop.min_delta else ""
     return f"val {metric.name} has not improved on {value:.4g} of epoch {epoch:g}{more} in {waited} evaluations"
-
-
-def _best_and_wait(scores: Sequence[ValScore], metric: Metric, min_delta: float) -> tuple[int, int]:
-    """Return the index of the last evaluation that improved, and the number of those after it."""
-    best = -1
-    for index, score in enumerate(scores):
-        gain = score[metric.name] - scores[best][metric.name]
-        first = best < 0 or (math.isnan(scores[best][metric.name]) and not math.isnan(score[metric.name]))
-        if first or (gain if metric.better == "higher" else -gain) > min_delta:
-            best = index
-    return best, len(scores) - 1 - best

@@ -167,10 +167,10 @@ class _Partition:
         for of, ranges in types.items():
             keys, pieces = self._keys(of), []
             for tensors, file in zip(found, files, strict=True):
-                name = next((key for key in keys if key in tensors), None)
-                if name is None:
+                key = next((key for key in keys if key in tensors), None)
+                if key is None:
                     raise DataError(f"{file}: no ids of {keys[0]}; the file has {', '.join(tensors) or 'nothing'}")
-                pieces.append(tensors[name].values)
+                pieces.append(tensors[key].values)
             ids[of] = np.concatenate(pieces)
             ids[of] = ids[of] - ids[of].min(initial=ranges.count)  # ids of edges may count all types
             if not np.array_equal(np.sort(ids[of]), np.arange(ranges.count)):

@@ -35,7 +35,7 @@ def test_the_page_lists_each_refused_argument_with_its_reason() -> None:
     section = PAGE.read_text().split("## What is refused\n")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     reasons = {name: row[1] for row in rows for name in re.findall(r"`(\w+)=", row[0])}
-    assert {*_UNSUPPORTED, "neighbor_sampler", "in_order", "keep_inter_cluster_edges"} == {*reasons}
+    assert {*_UNSUPPORTED, "in_order", "keep_inter_cluster_edges"} == {*reasons}
     assert all(reasons.values())
     data, links = homo_data(), torch.zeros(2, 3, dtype=torch.long)
     for name in _UNSUPPORTED:

@@ -32,6 +32,7 @@ AttrNames: TypeAlias = Sequence[str] | Mapping[AnyType, Sequence[str]]
 _UNSUPPORTED = {
     "sampler": "not supported, as the loader orders the seeds and splits them over ranks; use shuffle, or pass seeds",
     "batch_sampler": "not supported, as the loader cuts the seeds into batches; use batch_size, shuffle and drop_last",
+    "neighbor_sampler": "not supported, as the hosts of the graph's parts draw the neighbours; leave it out",
     "multiprocessing_context": "not supported, as threads of this process make the batches; leave it out",
 }
 

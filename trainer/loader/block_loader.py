@@ -290,7 +290,8 @@ class BatchLoader(BlockLoader):
         if settings.target not in graph.manifest.nodes:
             raise SettingsError(f"no node type {settings.target!r}; the graph has {list(graph.manifest.nodes)}")
         self._seeds = graph.store.seeds(settings.target, settings.split)
-        super().__init__(graph, settings, rank, layout, len(self._seeds), _labels_of(graph, settings))
+        labels = settings.target, (("y",) if "y" in graph.manifest.nodes[settings.target].attrs else ())
+        super().__init__(graph, settings, rank, layout, len(self._seeds), labels)
 
         timed_seeds(graph, settings, np.empty(0, np.int64), np.empty(0, np.int64))  # raises if they have no times
 
@@ -400,11 +401,6 @@ def category_codes(
         for of, columns in names.items()
         if of in rows
     }
-
-
-def _labels_of(graph: Graph, settings: LoaderSettings) -> tuple[NodeType, tuple[str, ...]]:
-    """Return the node type of the seeds, and the attributes that are gathered only for the seeds."""
-    return settings.target, (("y",) if "y" in graph.manifest.nodes[settings.target].attrs else ())
 
 
 def as_label(labels: Tensor) -> Tensor:

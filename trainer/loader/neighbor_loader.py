@@ -198,10 +198,7 @@ class DistNeighborLoader(NodeLoader):
         prefetch: int | None = None, deadline: float = 120.0, rank: int | None = None,
         layout: RankLayout | None = None, **kwargs: Any,
     ):  # fmt: skip
-        if neighbor_sampler is not None:
-            raise SettingsError(
-                "neighbor_sampler: not supported, as the hosts of the graph's parts draw the neighbours; leave it out"
-            )
+        kwargs["neighbor_sampler"] = neighbor_sampler
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         kind = subgraph_kind(subgraph_type, directed)
         graph = as_graph(data, time_attr=time_attr, weight_attr=weight_attr)

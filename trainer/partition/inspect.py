@@ -169,17 +169,7 @@ def render(description: Description) -> str:
     edges = [
         [of, f"{f.num_edges:,}", f"{f.balance:.3f}", f"{f.edge_cut:.2%}", _listed(f.attrs)] for of, f in d.edges.items()
     ]
-    return "\n".join([
-        *head, "",
-        *_table([["nodes", "count", "balance", "classes", "attributes"], *nodes]), "",
-        *_table([["edges", "count", "balance", "cut", "attributes"], *edges]), "",
-        *_part_table(d),
-    ])  # fmt: skip
-
-
-def _part_table(d: Description) -> list[str]:
-    titles = ["part", "nodes", "edges", "cut edges", "halo nodes", *d.parts[0].seeds, "MB"]
-    rows = [
+    parts = [
         [
             str(p.part_id),
             *(f"{n:,}" for n in (p.nodes, p.edges, p.cut_edges, p.halo, *p.seeds.values())),
@@ -187,7 +177,13 @@ def _part_table(d: Description) -> list[str]:
         ]
         for p in d.parts
     ]
-    return _table([titles, *rows])
+    titles = ["part", "nodes", "edges", "cut edges", "halo nodes", *d.parts[0].seeds, "MB"]
+    return "\n".join([
+        *head, "",
+        *_table([["nodes", "count", "balance", "classes", "attributes"], *nodes]), "",
+        *_table([["edges", "count", "balance", "cut", "attributes"], *edges]), "",
+        *_table([titles, *parts]),
+    ])  # fmt: skip
 
 
 def _listed(attrs: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ import click
 
 from trainer.core.errors import SettingsError
 from trainer.train.metrics import KINDS, LOADING
-from trainer.train.run_times import RankLines, RankTimes, RunTimes, read_lines, record_of
+from trainer.train.run_times import RankLines, RunTimes, read_lines, record_of
 
 VERSION = 1  #: version of the JSON document, which docs/ARCHITECTURE.md describes
 
@@ -98,20 +98,18 @@ def _behind(record: RunTimes) -> Any:
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)
     for rank in record.ranks:
-        table.add_row(str(rank.rank), *(_ms(rank.behind[kind]) for kind in LOADING), *_rows(rank))
+        expected = rank.bytes_predicted
+        table.add_row(
+            str(rank.rank),
+            *(_ms(rank.behind[kind]) for kind in LOADING),
+            f"{rank.traffic['rows']:,.0f}" if rank.traffic["rows"] else "-",
+            _share(rank.ratio("remote_rows", "rows")),
+            _share(rank.ratio("cached_rows", "remote_rows")),
+            _share(rank.ratio("held_rows", "remote_rows")),
+            f"{rank.traffic['remote_bytes'] / 1e6:.2f}",
+            "-" if expected is None else f"{expected / 1e6:.2f}",
+        )
     return table
-
-
-def _rows(rank: RankTimes) -> tuple[str, ...]:
-    expected = rank.bytes_predicted
-    return (
-        f"{rank.traffic['rows']:,.0f}" if rank.traffic["rows"] else "-",
-        _share(rank.ratio("remote_rows", "rows")),
-        _share(rank.ratio("cached_rows", "remote_rows")),
-        _share(rank.ratio("held_rows", "remote_rows")),
-        f"{rank.traffic['remote_bytes'] / 1e6:.2f}",
-        "-" if expected is None else f"{expected / 1e6:.2f}",
-    )
 
 
 def _table(title: str, heads: tuple[str, ...]) -> Any:

@@ -22,14 +22,13 @@ from trainer.graph.open import Graph
 from trainer.graph.seed_order import SeedShare
 from trainer.loader.arguments import Fanouts, whole_number
 from trainer.loader.edge_endpoints import StoredEndpoints, edges_in_order
-from trainer.loader.link_ends import ROLE, excluded, trees_by_owner
+from trainer.loader.link_ends import ROLE, excluded
 from trainer.loader.link_seeds import canonical, given_or_reverse, node_draw
 from trainer.loader.negatives import NegativeRule, draw_negatives, linked_in_step
 from trainer.loader.neighbor_loader import DistNeighborLoader
 from trainer.loader.node_links import Pairs, leading_type, links_of
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds
-from trainer.sampler.subgraph_sampler import SampledBatch
 from trainer.sampler.types import RowRequest, SeedSet
 
 RANDOM, IN_BATCH = "random", "in-batch"  #: kinds of negatives that are neither an edge type nor an attribute
@@ -115,6 +114,8 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
         ```
     """
 
+    _by_owner = True
+
     def __init__(
         self, data: Any, num_neighbors: Fanouts, edge_type: Any = None, input_nodes: Any = None, input_time: Any = None,
         *, num_positives: int = -1, negatives: Any = None, power: float = 0.0, avoid_links: bool = False,
@@ -177,12 +178,6 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
         ]
         metadata = (*self._metadata(self.inputs.split(share.positions)), *label_index)
         return BatchSeeds(seeds, metadata)
-
-    def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        out = super().output(sampled, seeded)
-        if out.batch is not None:
-            out.batch = trees_by_owner(out.batch, seeded.seeds)
-        return out
 
     def annotate(self, data: Any, out: Output) -> None:
         super().annotate(data, out)

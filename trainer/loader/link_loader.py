@@ -26,13 +26,12 @@ from trainer.loader.arguments import (
     subgraph_kind,
     wanted_attrs,
 )
-from trainer.loader.link_ends import ROLE, Ends, excluded, seeds_of, trees_by_owner
+from trainer.loader.link_ends import ROLE, Ends, excluded, seeds_of
 from trainer.loader.link_seeds import given_or_reverse, link_inputs, node_draw
 from trainer.loader.negatives import NegativeDraw, NegativeRule, draw_negatives
 from trainer.loader.node_seeds import as_array
 from trainer.loader.pyg_batch import Output
 from trainer.loader.pyg_loader import BatchSeeds, PyGLoader
-from trainer.sampler.subgraph_sampler import SampledBatch
 
 
 class DistLinkNeighborLoader(PyGLoader):
@@ -118,6 +117,8 @@ class DistLinkNeighborLoader(PyGLoader):
             label = batch.edge_label
         ```
     """
+
+    _by_owner = True
 
     def __init__(
         self, data: Any, num_neighbors: Fanouts, edge_label_index: Any = None, edge_label: Any = None,
@@ -235,12 +236,6 @@ class DistLinkNeighborLoader(PyGLoader):
             seed_times = torch.cat([seed_times, seed_times[torch.from_numpy(owner)]])
         index = torch.from_numpy(np.concatenate([np.stack(where[::2]), np.stack(where[1::2])], 1))
         return BatchSeeds(seeds, (ids, index, self._labels(share, len(owner)), seed_times))
-
-    def output(self, sampled: SampledBatch, seeded: BatchSeeds) -> Output:
-        out = super().output(sampled, seeded)
-        if out.batch is not None:
-            out.batch = trees_by_owner(out.batch, seeded.seeds)
-        return out
 
     def annotate(self, data: Any, out: Output) -> None:
         hetero, edge_type = self.graph.manifest.hetero, self.inputs.edge_type

@@ -32,6 +32,7 @@ from trainer.graph.prefetch import Sampler, ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
 from trainer.loader.block_loader import hetero_blocks, homo_blocks
+from trainer.loader.link_ends import trees_by_owner
 from trainer.loader.node_seeds import as_array
 from trainer.loader.pyg_batch import Attrs, LazyBlocks, Output, join_of, sampler_output
 from trainer.sampler.rules import num_requests
@@ -246,6 +247,8 @@ class RankLoader(ABC):
 
 
 class PyGLoader(RankLoader):
+    _by_owner = False  #: whether ``batch`` of disjoint batches counts links or anchors, not seeds
+
     def __init__(
         self, graph: Graph, num_inputs: int, digest: str, settings: SampleSettings, attrs: Attrs,
         options: LoadOptions, output: OutputOptions, *, stream: int = OTHER_STREAM, rank: int | None = None,
@@ -284,6 +287,8 @@ class PyGLoader(RankLoader):
         copy_ids = self.output_options.transform_sampler_output is not None
         out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, copy_ids)
         out.metadata = seeded.metadata
+        if self._by_owner and out.batch is not None:
+            out.batch = trees_by_owner(out.batch, seeded.seeds)
         return out
 
     @property

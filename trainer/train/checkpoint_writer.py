@@ -147,8 +147,7 @@ class CheckpointWriter:
 
     def write(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint and wait for the disk. Raises ``CheckpointError``."""
-        self._await_turn()
-        asked = self._request if self._request is not None and self._request.pending() else None
+        asked = self._await_turn()
         path = save_checkpoint(self.folder, checkpoint)
         if asked is not None:
             asked.fulfil()
@@ -160,16 +159,17 @@ class CheckpointWriter:
             self._thread = None
 
     def _begin(self, save: Callable[[], object]) -> None:
-        self._await_turn()
-        asked = self._request if self._request is not None and self._request.pending() else None
+        asked = self._await_turn()
         self._thread = threading.Thread(target=self._write, args=(save, asked), name="checkpoint-writer")
         self._thread.start()
 
-    def _await_turn(self) -> None:
+    def _await_turn(self) -> CheckpointRequest | None:
+        """Wait for the previous checkpoint. Returns the request for the next one, if there is one."""
         self.finish()
         if not self._cleaned:
             self._cleaned = True
             remove_temporaries(self.folder)
+        return self._request if self._request is not None and self._request.pending() else None
 
     def _write(self, save: Callable[[], object], asked: CheckpointRequest | None) -> None:
         failed_before, self._failing = self._failing, False

@@ -102,10 +102,10 @@ class DistZipLoader(RankLoader):
         return item.share(self.part_of(item.positions), self.rank, self.layout)
 
     def work(self, share: SeedShare) -> Any:
-        made = []
-        for number, loader in enumerate(self.loaders):
-            own = int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN))) if number else share.key
-            made.append(loader.work(replace(share, key=own)))
+        made = [self.loaders[0].work(share)]
+        for number, loader in enumerate(self.loaders[1:], start=1):
+            key = int(hashed(np.uint64(share.key) ^ hashed(np.uint64(number) + GOLDEN)))
+            made.append(loader.work(replace(share, key=key)))
         return made
 
     def finish(self, made: Any) -> Any:

@@ -64,8 +64,10 @@ def fold(names: Iterable[str], most: int | None = None) -> str:
     """
     runs: list[list[str]] = []
     for name in names:
-        if runs and _follows(runs[-1], name):
-            runs[-1].append(name)
+        run = runs[-1] if runs else []
+        place = _incremented(run[-1], name) if run else None
+        if place is not None and (len(run) == 1 or place == _incremented(run[0], run[1])):
+            run.append(name)
         else:
             runs.append([name])
     shown = runs if most is None or len(runs) <= most else runs[: most - 1]
@@ -96,11 +98,6 @@ def _span(text: str, span: str) -> tuple[int, int, int]:
 
 def _padded(number: str) -> bool:
     return len(number) > 1 and number[0] == "0"
-
-
-def _follows(run: list[str], name: str) -> bool:
-    place = _incremented(run[-1], name)
-    return place is not None and (len(run) == 1 or place == _incremented(run[0], run[1]))
 
 
 def _incremented(before: str, after: str) -> int | None:

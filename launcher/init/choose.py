@@ -162,7 +162,12 @@ def graph_of(dataset: str, source: str | None) -> GraphDraft:
         return GraphDraft(dataset, source, options={"num_nodes": 100_000, "avg_degree": 15}, about=about)
     if dataset == "file" and source:
         path = Path(os.path.expanduser(source))
-        hetero = _typed_names(path) if path.is_dir() else _pickled_hetero(path)
+        if path.is_dir():  # the trainer uses the same rule
+            names = {one.stem for one in path.iterdir()}
+            typed = any(re.fullmatch(r"[^_].*?__.+?__.+", name) for name in names)
+            hetero = typed and "edge_index" not in names
+        else:
+            hetero = _pickled_hetero(path)
         return GraphDraft(dataset, source, hetero, about="your own arrays, or a Data or HeteroData (docs/data.md)")
     if dataset == "tables" and source:
         options = drafted_tables(source)
@@ -171,12 +176,6 @@ def graph_of(dataset: str, source: str | None) -> GraphDraft:
         about = "CSV or Parquet files; correct the columns below"
         return GraphDraft(dataset, source, hetero, options, about, comments)
     return GraphDraft(dataset, source, dataset.rpartition(":")[2] in _HETERO_NAMES)
-
-
-def _typed_names(folder: Path) -> bool:
-    # The trainer uses the same rule.
-    names = {path.stem for path in folder.iterdir()}
-    return "edge_index" not in names and any(re.fullmatch(r"[^_].*?__.+?__.+", name) for name in names)
 
 
 def _pickled_hetero(path: Path) -> bool:

@@ -159,7 +159,11 @@ def _row(host: Host) -> tuple[str, ...]:
     nodes = spans(host.nodes)
     if host.error:
         return host.host, nodes, "–", "–", "", "–", "", "not reached"
-    runs = [f"run {run['run_id']} of {run['user']} since {clock_time(run['since'])}{_gpus(run)}" for run in host.runs]
+    runs = []
+    for run in host.runs:
+        devices = [name.partition(":")[2] for name in run["resources"] if name.startswith("cuda:")]
+        cuda = f", CUDA {', '.join(devices)}" if devices else ""
+        runs.append(f"run {run['run_id']} of {run['user']} since {clock_time(run['since'])}{cuda}")
     memory = f"{decimal(host.free_memory)} of {decimal(host.memory)}"
     free = sum(gpu["free"] for gpu in host.gpus)
     models = Counter(gpu["name"].removeprefix("NVIDIA ") for gpu in host.gpus)
@@ -167,9 +171,3 @@ def _row(host: Host) -> tuple[str, ...]:
     used = "; ".join(runs) or "–"
     speed = figures_text(host.speed) if host.speed else ""
     return host.host, nodes, str(host.processors), memory, gpus, decimal(host.free_disk), speed, used
-
-
-def _gpus(run: Mapping[str, Any]) -> str:
-    """Return ``, CUDA 0, 2``; '' for a run on processors."""
-    devices = [name.partition(":")[2] for name in run["resources"] if name.startswith("cuda:")]
-    return f", CUDA {', '.join(devices)}" if devices else ""

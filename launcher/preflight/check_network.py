@@ -97,17 +97,16 @@ def grouped(
         lost[one.source].add(one.endpoint.node_rank)
     isolated = {k for k, others in lost.items() if len(wanted[k]) > 1 and others >= wanted[k]}
     isolated = isolated if len(isolated) < len(everyone) else set()
-    groups = [Group(frozenset([k]), tuple(sorted(wanted[k])), _ALL, _commonest(blocked, k)) for k in sorted(isolated)]
+    groups = []
+    for k in sorted(isolated):
+        reasons = [one.why for one in blocked if one.source == k]
+        commonest = max(sorted(set(reasons)), key=reasons.count)
+        groups.append(Group(frozenset([k]), tuple(sorted(wanted[k])), _ALL, commonest))
     sources: dict[tuple[int, str, str], set[int]] = defaultdict(set)
     for one in blocked:
         if one.source not in isolated:
             sources[one.endpoint.node_rank, one.endpoint.use, one.why].add(one.source)
     return groups + _by_sources(sources)
-
-
-def _commonest(blocked: Collection[BlockedRoute], source: int) -> str:
-    reasons = [one.why for one in blocked if one.source == source]
-    return max(sorted(set(reasons)), key=reasons.count)
 
 
 def _by_sources(sources: Mapping[tuple[int, str, str], set[int]]) -> list[Group]:

@@ -93,12 +93,11 @@ def device_line(uses: Mapping[int, DeviceUse], node_of: Mapping[int, int]) -> st
     else:
         all_ranks = together([*uses.values()])
         named = [] if all_ranks is None else [(f"{len(uses)} ranks, mean times, highest peak:", all_ranks)]
-    return "GPUs: " + "; ".join(f"{name} {_words(use)}" for name, use in named)
-
-
-def _words(use: DeviceUse) -> str:
-    words = [use.step and f"{use.step} a step", use.share and f"{use.share} used", use.peak and f"peak {use.peak}"]
-    return ", ".join(filter(None, words))
+    shown = []
+    for name, use in named:
+        words = [use.step and f"{use.step} a step", use.share and f"{use.share} used", use.peak and f"peak {use.peak}"]
+        shown.append(f"{name} {', '.join(filter(None, words))}")
+    return "GPUs: " + "; ".join(shown)
 
 
 def mean(values: Iterable[float | None]) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,6 +24,8 @@ from launcher.run.options import LaunchOptions
 from launcher.text import count
 from launcher.transport import Opened, close_all, connect_all
 from launcher.transport.base import Transport
+
+_SHOWN = 4  # differences of parts that are shown for each node
 
 
 def run_check(
@@ -66,7 +67,11 @@ def _compared_parts(
     try:
         checked = verify(plan, {k: one for k, one in connections.items() if isinstance(one, Transport)})
     except PartsDiffer as error:
-        return [finding(k, "block", _some(texts), error.REMEDY) for k, texts in error.by_node.items()]
+        found = []
+        for k, texts in error.by_node.items():
+            more = [f"… and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+            found.append(finding(k, "block", "\n".join([*texts[:_SHOWN], *more]), error.REMEDY))
+        return found
     except FleetError as error:
         return [finding(holding[0], "block", str(error))]
     text = f"all {count(checked.files, 'file')} ({decimal(checked.bytes)}) match the manifest"
@@ -98,8 +103,3 @@ def show_findings(report: PreflightReport, file: Path, console: Console) -> None
         console.print(Text(text, "bold"), soft_wrap=True)
     if more := hint(finding.code for finding in report.findings if finding.severity == "block"):
         console.print(Text(more, "dim"))
-
-
-def _some(texts: Sequence[str], most: int = 4) -> str:
-    more = [f"… and {len(texts) - most} more"] if len(texts) > most else []
-    return "\n".join([*texts[:most], *more])

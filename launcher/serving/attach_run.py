@@ -162,14 +162,18 @@ def _check_routes(serving: ServingCluster, plan: LaunchPlan, transports: Mapping
 
     Raises PreflightRefused if a node reaches no server.
     """
-    pairs = [word for server in serving.servers for word in _host_and_port(server.endpoint)]
+    pairs: list[str] = []
+    for server in serving.servers:
+        host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
+        pairs += [host.strip("[]"), port]
     command = Command(("bash", "-c", _UNREACHED, "bash", *pairs))
     answers = on_nodes(
         transports, lambda k: transports[k].run(command, timeout=_TIMEOUT).stdout.decode("utf-8", "replace")
     ).or_raise()
-    failed = {
-        k: [serving.servers[i] for i in _unreached(output) if i < len(serving.servers)] for k, output in answers.items()
-    }
+    failed = {}
+    for k, output in answers.items():
+        indices = sorted(map(int, re.findall(r"unreached (\d{1,6})$", output, re.MULTILINE)))
+        failed[k] = [serving.servers[i] for i in indices if i < len(serving.servers)]
     labels = {node.node_rank: node.label for node in plan.nodes}
     cut_off = [labels[k] for k in sorted(failed) if len(failed[k]) == len(serving.servers)]
     if cut_off:
@@ -183,15 +187,6 @@ def _check_routes(serving: ServingCluster, plan: LaunchPlan, transports: Mapping
         for k in sorted(failed)
         for server in failed[k]
     ]
-
-
-def _host_and_port(endpoint: str) -> tuple[str, str]:
-    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    return host.strip("[]"), port
-
-
-def _unreached(output: str) -> list[int]:
-    return sorted(int(index) for index in re.findall(r"unreached (\d{1,6})$", output, re.MULTILINE))
 
 
 def leave(found: FoundRun) -> list[str]:

@@ -109,7 +109,11 @@ def make_plan(
         own_python: version of the launching machine's Python, which is preferred.
         build: build of torch for hosts with GPUs; None: chosen by ``_cuda_build``.
     """
-    states = {k: replace(state, in_use=_users(state, states.values())) for k, state in states.items()}
+    # Processes that use an environment count on all hosts that see its folder.
+    users: dict[int, dict[str, None]] = {}
+    for state in states.values():
+        users.setdefault(state.builder, {}).update(dict.fromkeys(state.in_use))
+    states = {k: replace(state, in_use=tuple(users[state.builder])) for k, state in states.items()}
     problems = {k: why for k, state in states.items() if (why := _problem(state))}
     usable = {k: state for k, state in states.items() if k not in problems}
     cuda = build if build is not None else _cuda_build(usable.values(), requirements)
@@ -144,11 +148,6 @@ def with_sources(plan: SetupPlan, reached: Mapping[int, Mapping[str, bool]]) -> 
         return replace(host, fetched=fetched, sent=tuple(wheel for wheel in host.wheels if wheel not in fetched))
 
     return SetupPlan(tuple(sourced(host) if host.acts else host for host in plan.hosts))
-
-
-def _users(state: HostState, states: Iterable[HostState]) -> tuple[str, ...]:
-    """Return the processes that use the environment of a host, on all hosts that see its folder."""
-    return tuple(dict.fromkeys(user for one in states if one.builder == state.builder for user in one.in_use))
 
 
 def _problem(state: HostState) -> str:

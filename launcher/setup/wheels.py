@@ -93,7 +93,11 @@ def download(wheels: Iterable[Wheel], target: Target) -> dict[Wheel, Path]:
     missing = [wheel for wheel, path in paths.items() if not (path.exists() and file_sha256(path) == wheel.sha256)]
     if missing:
         # pip chooses by name and digest, because URLs in its report lack the password of a private index
-        lines = "".join(f"{_exact_pin(wheel)} --hash=sha256:{wheel.sha256}\n" for wheel in missing)
+        lines = ""
+        for wheel in missing:
+            # `torch==2.13.0` would also match the build 2.13.0+cpu
+            pin = f"torch==={wheel.version}" if wheel.name == "torch" else wheel.pin
+            lines += f"{pin} --hash=sha256:{wheel.sha256}\n"
         with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as new:
             listed = Path(new) / "requirements.txt"
             listed.write_text(lines)
@@ -103,11 +107,6 @@ def download(wheels: Iterable[Wheel], target: Target) -> dict[Wheel, Path]:
             for wheel in missing:
                 os.replace(Path(new) / wheel.file, paths[wheel])
     return paths
-
-
-def _exact_pin(wheel: Wheel) -> str:
-    # `torch==2.13.0` would also match the build 2.13.0+cpu
-    return f"torch==={wheel.version}" if wheel.name == "torch" else wheel.pin
 
 
 #: Settings of pip that would change what the calls below mean; index, proxy and folders of wheels stay the user's.

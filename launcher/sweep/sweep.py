@@ -202,7 +202,10 @@ class Sweep:
                 if trial.pruned_at is not None:
                     self.runs[trial.number].stop()
             elif trial.state == "done":
-                self._learn(trial)
+                # which metric the runs report, and which values of it are better
+                for line in TrialRun(self.folder, self.definition, trial).all_lines():
+                    if self.metric.score(line):
+                        break
             if trial.ended:
                 now.started = now.started or trial.seconds is not None
                 self.search.tell(trial, self.metric.better)
@@ -248,12 +251,6 @@ class Sweep:
         elif not now.stopping:
             now.stopping = True
             self.view.question = "stopping the running trials"
-
-    def _learn(self, trial: Trial) -> None:
-        # Which metric the runs report, and which values of it are better.
-        for line in TrialRun(self.folder, self.definition, trial).all_lines():
-            if self.metric.score(line):
-                return
 
     def _start_trials(self) -> None:
         """Launch the trials that wait, and then new ones, as long as a group of hosts is free."""

@@ -379,9 +379,13 @@ class Passwords:
     def __init__(self, config: ClusterConfig, ask: AskPassword = ask_password):
         self._config, self._ask = config, ask
         wanted = [rank for rank, node in enumerate(config.nodes) if node.password and not config.shares_files]
-        self._questions: dict[int, tuple[_Question, ...]] = {
-            rank: (_first_question(config.nodes[rank]),) for rank in wanted
-        }
+        self._questions: dict[int, tuple[_Question, ...]] = {}
+        for rank in wanted:
+            node = config.nodes[rank]
+            if node.key and is_locked(os.path.expanduser(node.key)):
+                self._questions[rank] = (_Question("Passphrase", node.key),)
+            else:
+                self._questions[rank] = (_password_of(node),)
         self._answers: dict[tuple[int, _Question], Secret] = {}
         self._ask_for(wanted, lambda rank: "")
 
@@ -409,12 +413,6 @@ class Passwords:
             prefix = max(before(rank) for rank in sharing)
             answer = self._ask(prefix + question.prompt(self._config.nodes[rank].host for rank in sharing))
             self._answers |= {(rank, question): answer for rank in sharing}
-
-
-def _first_question(node: NodeConfig) -> _Question:
-    if node.key and is_locked(os.path.expanduser(node.key)):
-        return _Question("Passphrase", node.key)
-    return _password_of(node)
 
 
 def _password_of(node: NodeConfig) -> _Question:

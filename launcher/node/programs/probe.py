@@ -46,6 +46,11 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     own = addresses()
     address = numeric(request["address"]) or _own_address(request["peer"])
     leases, lease_error = _lease_facts()
+    # What already exists of the planned run: its tmux session, else its run folder.
+    run_dir, session = os.path.expanduser(request["run_dir"]), request["session"]
+    taken = run_dir if run_dir and os.path.exists(run_dir) else ""
+    if session and machine.tmux_has(session):
+        taken = "tmux session %s" % session
     facts: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "home": os.path.expanduser("~"),
@@ -62,7 +67,7 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         "names": resolved(request.get("names", [])),
         "manifest": bool(request["manifest"]) and os.path.isfile(os.path.expanduser(request["manifest"])),
         "graph": packages.graph_size(request["manifest"]),
-        "taken": _existing_run(os.path.expanduser(request["run_dir"]), request["session"]),
+        "taken": taken,
     }
     facts.update(machine.capacity())
     facts.update(folders.folders(os.path.expanduser(request["workdir"]), request.get("code", "")))
@@ -136,13 +141,6 @@ def _route_to(peer: str) -> str:
 def interface_of(address: str, own: list[tuple[str, str]]) -> str:
     """Return the network interface of ``address``; '' when ``own`` lacks it. own: pairs (interface, address)."""
     return "lo" if address.startswith("127.") else next((name for name, one in own if one == address), "")
-
-
-def _existing_run(run_dir: str, session: str) -> str:
-    """Return what already exists of a planned run: its tmux session, else its run folder; '' if neither exists."""
-    if session and machine.tmux_has(session):
-        return "tmux session %s" % session
-    return run_dir if run_dir and os.path.exists(run_dir) else ""
 
 
 def _lease_facts() -> tuple[list[dict[str, Any]], str]:

@@ -29,7 +29,13 @@ _OTHER_NODE = 0  #: a node rank
 
 def warm_up(graph: LocalGraph) -> None:
     """Compile the kernels for requests that need only the parts on this host."""
-    _warm_rounding(graph.store)
+    manifest = graph.store.manifest
+    types: list[AnyType] = [*manifest.nodes, *manifest.edges]
+    specs = [(name, spec) for of in types for name, spec in manifest.attrs_of(of).items()]
+    if any(rounding.rounds(name, spec.stored, spec.shape, "int8") for name, spec in specs):
+        numbers = np.zeros((1, 2), np.float32)
+        rounding.from_int8(*rounding.to_int8(numbers))
+        rounding.to_float16(numbers)
     done: set[tuple[np.dtype[Any], ...]] = set()
     for part in graph.store.parts.values():
         first = {of: np.array([nodes.start]) for of, nodes in part.nodes.items() if nodes.num_nodes}
@@ -43,16 +49,6 @@ def warm_up(graph: LocalGraph) -> None:
         for edge_type in part.edges:
             if edge_type[2] in first:
                 _warm_hops(graph, part, edge_type, first[edge_type[2]], done)
-
-
-def _warm_rounding(store: PartStore) -> None:
-    manifest = store.manifest
-    types: list[AnyType] = [*manifest.nodes, *manifest.edges]
-    specs = [(name, spec) for of in types for name, spec in manifest.attrs_of(of).items()]
-    if any(rounding.rounds(name, spec.stored, spec.shape, "int8") for name, spec in specs):
-        rows = np.zeros((1, 2), np.float32)
-        rounding.from_int8(*rounding.to_int8(rows))
-        rounding.to_float16(rows)
 
 
 def _warm_hops(

@@ -85,17 +85,15 @@ def check_classes(spec: LabelSpec, labels: SeedLabels) -> None:
 
 def check_known(spec: LabelSpec, labels: SeedLabels, y: Tensor) -> None:
     """Raise ``DataError`` if a row of ``y`` [n, D] has only NaN values or at least one infinite value."""
-    missing, infinite = (bad.nonzero().flatten().tolist() for bad in (y.isnan().all(1), y.isinf().any(1)))
-    if missing:
-        raise DataError(
-            f"{spec.dataset}: {len(missing)} seeds of the {labels.split} split{spec.of} have no y, for instance "
-            f"{spec.seed} {labels.ids[missing[0]]}; remove them from the split, or give them a value"
-        )
-    if infinite:
-        raise DataError(
-            f"{spec.dataset}: {len(infinite)} seeds of the {labels.split} split{spec.of} have an infinite y, for "
-            f"instance {spec.seed} {labels.ids[infinite[0]]}; replace it"
-        )
+    for what, bad, advice in (
+        ("no", y.isnan().all(1), "remove them from the split, or give them a value"),
+        ("an infinite", y.isinf().any(1), "replace it"),
+    ):
+        if found := bad.nonzero().flatten().tolist():
+            raise DataError(
+                f"{spec.dataset}: {len(found)} seeds of the {labels.split} split{spec.of} have {what} y, for instance "
+                f"{spec.seed} {labels.ids[found[0]]}; {advice}"
+            )
 
 
 def label_texts(graph: Graph, target: AnyType, word: str) -> list[str] | None:

@@ -91,7 +91,7 @@ class ProcessWatch:
     def held_up(self) -> str:
         """Return why the kernel keeps the process from running, by the samples so far; '' if it does not."""
         blocked = {tid for sample in self.samples for tid, state in sample.states.items() if state == "D"}
-        wchans = {tid: _word(f"/proc/{self.pid}/task/{tid}/wchan") for tid in blocked}
+        wchans = {tid: first_word(f"/proc/{self.pid}/task/{tid}/wchan") for tid in blocked}
         return held_up(self.pid, self.samples, _in_swap(self.pid), wchans)
 
 
@@ -118,7 +118,8 @@ def swapped(status: str) -> int:
     return 0
 
 
-def _word(path: str) -> str:
+def first_word(path: str) -> str:
+    """Return the first word of a file of /proc; '' if it has none or cannot be read."""
     try:
         return (_text(path).split() or [""])[0]
     except OSError:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launcher.node import procs
-from launcher.node.diagnostics.process_state import STOPPED, ProcessWatch
+from launcher.node.diagnostics.process_state import STOPPED, ProcessWatch, first_word
 from launcher.node.record import stamp
 
 _SIGNAL = signal.SIGRTMAX - 4  # as in site/sitecustomize.py
@@ -64,7 +64,7 @@ class _Traced:
     def text(self) -> list[str]:
         if self.lines or self.stopped:
             return self.lines or [STOPPED]
-        words = {name: _word(f"/proc/{self.pid}/{name}") for name in ("wchan", "syscall")}
+        words = {name: first_word(f"/proc/{self.pid}/{name}") for name in ("wchan", "syscall")}
         where = "".join(f", {name} {word}" for name, word in words.items() if word not in ("", "0", "running"))
         return [f"{NO_STACK}, state {self.state}{where}"]
 
@@ -262,14 +262,6 @@ def _has_open(pid: int, path: str) -> bool:
     except OSError:  # ended, another user's, or a file was closed meanwhile; the signal could kill the process
         return False
     return any(os.path.samestat(wanted, one) for one in found)
-
-
-def _word(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return (file.read().split() or [""])[0]
-    except OSError:
-        return ""
 
 
 def _size(path: str) -> int:

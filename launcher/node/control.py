@@ -97,7 +97,7 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
         try:
             write_json(path, request)
         except OSError:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644))
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644))
     except OSError:
         supervisor = folder.supervisor()
         if supervisor is not None:

@@ -12,6 +12,8 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
+from launcher.node.regular_file import open_regular
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -204,7 +206,7 @@ def loads(data: str | bytes, most: int = MAX_LINE) -> Any:
 def read_json(path: str, most: int = MAX_LINE) -> Any:
     """Return the value in a file of JSON; None if the file does not exist. Raises OSError and ValueError."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return loads(file.read(most + 1), most)
     except FileNotFoundError:
         return None
@@ -241,7 +243,7 @@ def records(kind: Record, lines: Iterable[str | bytes]) -> list[dict[str, Any]]:
 def record_in(kind: Record, file: str) -> dict[str, Any] | None:
     """Return the record in a file; None if the file does not exist or contains no record of ``kind``."""
     try:
-        with open(file, "rb") as opened:
+        with open_regular(file) as opened:
             data = opened.read(MAX_LINE + 1)
     except (OSError, ValueError):  # ValueError: the name contains a NUL
         return None

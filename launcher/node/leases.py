@@ -122,6 +122,18 @@ def take(resources: Iterable[str], holder: LeaseHolder) -> list[Lease]:
         return theirs
 
 
+def sharing_cpus(resources: Iterable[str], run_id: str) -> dict[str, Lease]:
+    """Return a lease on the CPUs of each other run that holds them; {} if ``resources`` has no CPUs. Raises LeaseError.
+
+    Runs that also hold devices do not count.
+    """
+    if not any(name.startswith("cpu:") for name in resources):
+        return {}
+    others = [lease for lease in held() if lease.run_id != run_id and not lease.waits]
+    on_gpus = {lease.run_id for lease in others if lease.resource.startswith("cuda:")}
+    return {lease.run_id: lease for lease in others if "cpu" in lease.needs and lease.run_id not in on_gpus}
+
+
 def release(run_id: str, node_rank: int, resources: Iterable[str] | None = None) -> None:
     """Remove the leases on ``resources`` (None: all, and the ticket) of one node of a run of this user.
 

@@ -118,7 +118,7 @@ class LineLog:
         self.tail: deque[str] = deque(maxlen=TAIL)
         self.traceback = TracebackFinder()
         self.crash = _CrashFinder()
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
         self._partial = b""
         self._redrawn = False
         self._last_snapshot = time.monotonic()

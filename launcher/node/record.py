@@ -44,7 +44,7 @@ def why_unwritten(path: str, error: OSError) -> str:
 def append_json(path: str, value: Any) -> None:
     """Append ``value`` as a line of JSON in a single write, so that lines of several writers never mix."""
     line = json.dumps(value).encode() + b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         write_line(descriptor, line)
     finally:

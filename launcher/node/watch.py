@@ -33,6 +33,7 @@ from launcher.node import procs
 from launcher.node.json_reader import checked, json_object, loads, record_in
 from launcher.node.json_records import METRIC, RESULT, STATE
 from launcher.node.record import stamp
+from launcher.node.regular_file import open_regular
 
 _LOST = 3  # exit status when the supervisor ended without a result
 
@@ -173,8 +174,8 @@ class Watcher:
 
     def new_lines(self, name: str) -> bytes:
         """Return the next complete lines of a file, at most about 256 KiB; empty if it does not exist."""
-        with suppress(FileNotFoundError, IsADirectoryError):
-            with open(self._path(name), "rb") as file:
+        with suppress(OSError):  # it does not exist, or is a pipe or folder
+            with open_regular(self._path(name)) as file:
                 file.seek(self.offsets.get(name, 0))
                 data = file.read(_CHUNK)
                 if b"\n" not in data:
@@ -201,7 +202,7 @@ class Watcher:
     def _scan(self, folder: str, suffix: str) -> Iterator[tuple[str, int]]:
         try:
             entries = sorted(os.scandir(self._path(folder)), key=lambda entry: entry.name)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         for entry in entries:
             name = os.path.join(folder, entry.name)

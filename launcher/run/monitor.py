@@ -132,6 +132,7 @@ class RunFollower:
         self._stop_reason = ""
         self._failing = ""  # text of the first failure, once reported
         self._failed_attempts: set[int] = set()  # attempts whose first failure was reported, with run.restarts
+        self._sharing: set[str] = set()  # runs that use the same CPUs, as said
         self._spares = ExpendableNodes(plan, limits.restarts)
         self._stop_at = float("inf")
         self._launching = bool(starts)  # a run that is only followed does not resend its start events
@@ -356,6 +357,10 @@ class RunFollower:
                 self._handle_failure(k, text, f"{name} of node{k} failed")
         elif event["kind"] == "tracker":
             self.live.say(str(event.get("text")), "dim")
+        elif event["kind"] == "shares-cpus":
+            if (run := str(event.get("run"))) not in self._sharing:  # said for the first node of several
+                self._sharing.add(run)
+                self.live.say(f"{self._nodes[k].plan.label}: {event.get('text')}; both runs get slower", "yellow")
         elif event["kind"] == "restart":
             self.live.board.forget_ends(k)
         else:

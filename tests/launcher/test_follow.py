@@ -150,6 +150,13 @@ def test_a_supervisor_that_dies_ends_the_run(tmp_path: Path) -> None:
     assert other.stops == 1
 
 
+def test_another_run_on_the_same_cpus_is_said_once(tmp_path: Path) -> None:
+    shared = [event("shares-cpus", k, run="other", text="its CPUs are held by run other of bob") for k in (0, 1)]
+    scene = Scene(tmp_path, FakeNode(0, [state(), shared[0], ended(0)]), FakeNode(1, [state(), shared[1], ended(1)]))
+    scene.follow()
+    assert scene.output.count("held by run other of bob; both runs get slower") == 1
+
+
 def test_a_node_that_could_not_be_started_ends_the_others(tmp_path: Path) -> None:
     def refuse() -> None:
         raise SessionError("node0 (local): tmux is not installed on the node")

@@ -17,7 +17,7 @@ from fast_cases import fast_cases
 from launcher.node import leases, procs
 from node_kit import NODE, PYTHON, MakeFolder, RunFolder, python
 from peers_kit import SERVE, SLEEP, Run
-from waiting import stretched, wait_until
+from waiting import DEADLINE, stretched, wait_until
 
 
 def test_control_status_and_stop(folder: MakeFolder) -> None:
@@ -79,6 +79,34 @@ def test_control_stop_now_skips_the_grace_period(folder: MakeFolder) -> None:
     began = time.monotonic()
     assert control("stop", run, "--now")["stopped"]
     assert time.monotonic() - began < stretched(5) and run.end()["state"] == "stopped"
+
+
+def test_a_run_whose_cpus_another_run_took_at_the_same_time_says_so(
+    folder: MakeFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
+    for run_id, resources in (("other", ["cpu:other-node0"]), ("gpus", ["cpu:gpus-node0", "cuda:0"])):
+        assert leases.take(resources, leases.this_process(run_id, 0, "bob@desk")) == []
+    for own, seen in ((["cpu:test-node0"], ["other"]), (["cuda:1"], [])):
+        run = folder(leases=own).rank(python("pass"))
+        assert run.run()["state"] == "done"
+        events = [event for event in run.events() if event["kind"] == "shares-cpus"]
+        assert [event["run"] for event in events] == seen
+        assert all("its CPUs are held by run other of " in event["text"] for event in events)
+
+
+def test_pipes_in_the_place_of_files_of_a_run_block_nobody(folder: MakeFolder) -> None:
+    run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
+    run.pid("rank0")
+    for name in ("events.jsonl", "node.json", "metrics-rank0.jsonl", "result.json", "outcomes/rank0.json"):
+        (run.path / name).unlink(missing_ok=True)
+        os.mkfifo(run.path / name)
+    watch = [PYTHON, str(NODE / "watch.py"), str(run.path), "--once"]
+    seen = subprocess.run(watch, capture_output=True, text=True, timeout=DEADLINE)
+    assert seen.returncode == 0 and '"state": "training"' in seen.stdout, seen.stderr
+    began = time.monotonic()
+    assert control("stop", run)["stopped"]
+    assert time.monotonic() - began < stretched(15) and run.end()["state"] == "stopped"
 
 
 def test_stop_with_a_dead_supervisor_releases_its_leases(

@@ -181,7 +181,7 @@ def test_a_file_in_the_place_of_a_folder_is_replaced(tmp_path: Path) -> None:
         assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
 
 
-@pytest.mark.parametrize("damage", [flip_byte, Path.unlink, in_place_of(folder_with_a_file)])
+@pytest.mark.parametrize("damage", [flip_byte, Path.unlink, in_place_of(folder_with_a_file), in_place_of(os.mkfifo)])
 def test_damaged_code_is_sent_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     plan = sync_plan(tmp_path)
     sync(plan, transports(plan))

@@ -13,6 +13,7 @@ from typing import Any
 
 from launcher.node.json_reader import parsed
 from launcher.node.json_records import PHASES
+from launcher.node.regular_file import open_regular
 
 _DONE = "done"  # the phase of a rank that has ended its work, and whose process is about to end
 
@@ -161,13 +162,15 @@ class LineTail:
 
     def _added(self) -> bytes:
         try:
-            file = os.open(self.path, os.O_RDONLY)
+            file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except OSError:  # not created yet, or the run folder has been deleted
             return b""
         try:
             if os.fstat(file).st_size < self._offset:  # truncated: read from the start
                 self._offset, self._rest = 0, b""
             data = os.pread(file, _AT_ONCE, self._offset)
+        except OSError:  # a pipe or a folder
+            return b""
         finally:
             os.close(file)
         self._offset += len(data)
@@ -177,7 +180,7 @@ class LineTail:
 def read_progress(path: str) -> list[Any] | None:
     """Read ``[epoch, step, phase]`` from a rank's progress file; None when it does not exist or is incomplete."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             words = file.read(64).split()
     except OSError:
         return None

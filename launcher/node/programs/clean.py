@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 from launcher.node import procs
+from launcher.node.regular_file import open_regular
 
 _RECENT = 900.0  # seconds; a run whose supervisor wrote its state, or whose files came, since then may be alive
 
@@ -103,8 +104,8 @@ def _alive(node: str) -> bool:
 
 def _text(path: str) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
+        with open_regular(path) as file:
+            return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
 

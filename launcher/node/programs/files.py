@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import sys
 
+from launcher.node.regular_file import open_regular
+
 TYPE_CHECKING = False  # a request imports only what it needs: all these modules take longer than Python takes to start
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +75,7 @@ class DigestCache:
 
         if folder not in self.folders:
             try:
-                with open(os.path.join(folder, CACHE_NAME)) as stream:
+                with open_regular(os.path.join(folder, CACHE_NAME)) as stream:
                     read = dict(json.load(stream))
             except (OSError, ValueError, TypeError, RecursionError):
                 read = {}
@@ -86,7 +88,7 @@ def sha256_of(path: str) -> str:
     import hashlib
 
     digest = hashlib.sha256()
-    with open(path, "rb") as stream:
+    with open_regular(path) as stream:
         while piece := stream.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
@@ -258,7 +260,7 @@ def has_code(folder: str) -> bool:
     """Whether a code folder has all files of its list, with the content that was sent."""
     folder = os.path.expanduser(folder)
     try:
-        with open(os.path.join(folder, CODE_LIST), "rb") as stream:
+        with open_regular(os.path.join(folder, CODE_LIST)) as stream:
             listed = stream.read()
         files = [tuple(line.split("\0")) for line in listed.decode().splitlines()[1:]]
         whole = listed == code_list(files)  # type: ignore[arg-type]

@@ -97,8 +97,10 @@ def state_of(folder: str) -> dict[str, Any]:
     """Return the content of state.json in ``folder``; {} when it is missing or damaged."""
     import json  # needed on few machines
 
+    from launcher.node.regular_file import open_regular
+
     try:
-        with open(os.path.join(folder, "state.json")) as file:
+        with open_regular(os.path.join(folder, "state.json")) as file:
             state = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}

@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.node.json_reader import natural, read_json
 from launcher.node.peers.model import Decision
+from launcher.node.regular_file import open_regular
 from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.restart import Standing
 
@@ -167,7 +168,7 @@ def _is_whole(path: str, idle: Idle) -> bool:
     """Whether a checkpoint file ends with the SHA-256 of its content; False if it cannot be read."""
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             left = os.fstat(file.fileno()).st_size - _COMMENT_BYTES - 2  # without the comment and its length
             while left > 0:
                 block = file.read(min(left, _BLOCK))

@@ -22,6 +22,7 @@ from launcher.node.json_reader import loads
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Peers, sentence
 from launcher.node.programs import notify
+from launcher.node.regular_file import open_regular
 from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.observer import End, Finding, Observer, Sight
 
@@ -148,7 +149,7 @@ class Notifier(Observer):
 def _result(spec: NodeSpec) -> dict[str, float]:
     """Return the numbers of each split in the result of rank 0's metrics; {} if this node does not have them."""
     try:
-        with open(os.path.join(spec.run_dir, "metrics-rank0.jsonl"), "rb") as file:
+        with open_regular(os.path.join(spec.run_dir, "metrics-rank0.jsonl")) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
             lines = [line for line in file.read().splitlines() if b'"result"' in line]
         found = loads(lines[-1].decode()) if lines else {}

@@ -264,11 +264,11 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
         groups["own" if group == "generated" and file.source else group].append(file)
     for name, files in {"code": plan.code, **groups}.items():
         if files:
-            shown = count(len(files), "file")
-            if name in ("own", "generated"):
-                known = [decimal(file.bytes) if file.sha256 else "made at launch" for file in files]
-                behind = [f" ({size})" if sizes else "" for size in known]
-                shown = ", ".join(_name(node, file) + more for file, more in zip(files, behind, strict=True))
+            named = []
+            for file in files:
+                size = decimal(file.bytes) if file.sha256 else "made at launch"
+                named.append(_name(node, file) + (f" ({size})" if sizes else ""))
+            shown = ", ".join(named) if name in ("own", "generated") else count(len(files), "file")
             yield "files", f"{name}: {shown}" + (f", {decimal(_total_bytes(files))}" if sizes else "")
     logs = ["supervisor", *(["runners"] if node.ranks else []), *(["server"] if node.server else [])]
     yield "logs", f"{node.run_dir}/logs: {' '.join(f'{log}.log' for log in [*logs, *(f'rank{k}' for k in node.ranks)])}"

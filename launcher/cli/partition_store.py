@@ -72,13 +72,13 @@ def push(
             raise UsageError(f"{folder} has no manifest.json, so it is not a partition folder")
         parts = found
     check_words(url, options)
-    stored, _ = stored_parts(url, options)
-    if stored is not None and stored.files[-1].sha256 != parts.files[-1].sha256 and not force:
+    stored = None if force else stored_parts(url, options)[0]  # they may be what is damaged
+    if stored is not None and stored.files[-1].sha256 != parts.files[-1].sha256:
         raise UsageError(
             f"{url} has the parts of another partition ({stored.num_parts} of {stored.dataset}); use another folder of "
             "the store, or replace them with --force"
         )
-    if stored is not None and not force:
+    if stored is not None:
         click.echo(f"{url} has these parts already")
         return
     push_parts(parts, url, options, made, console, replace_others=force)

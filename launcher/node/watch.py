@@ -202,12 +202,12 @@ class Watcher:
     def _scan(self, folder: str, suffix: str) -> Iterator[tuple[str, int]]:
         try:
             entries = sorted(os.scandir(self._path(folder)), key=lambda entry: entry.name)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # it does not exist, or is no folder
             return
         for entry in entries:
             name = os.path.join(folder, entry.name)
             if name.endswith(suffix) and self._followed(name):
-                with suppress(FileNotFoundError):  # removed meanwhile
+                with suppress(OSError):  # removed meanwhile, or a link to itself
                     if entry.is_file():
                         yield name, entry.stat().st_size
 

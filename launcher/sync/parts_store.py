@@ -95,7 +95,8 @@ def stored_parts(url: str, options: Mapping[str, Any]) -> tuple[PartitionFiles |
         return parse_manifest(raw, store.url), [str(word) for word in made]
     except ValueError as error:
         raise FleetError(
-            f"{store.url}/{MANIFEST}: not a usable partition manifest ({error}); use another folder, or remove this one"
+            f"{store.url}/{MANIFEST}: not a usable partition manifest ({error}); push the parts again with `gnnfleet "
+            "partition push --config FILE --force`, or use another folder"
         ) from None
 
 

@@ -227,7 +227,12 @@ def test_push_and_fetch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ):
         assert run(["partition", *words]) == 2
         assert text in capsys.readouterr().err
-    assert run(["partition", "push", str(tmp_path / "other"), url, "--force"]) == 0
+    for manifest in (None, "{", "{}"):  # --force also replaces damaged ones
+        if manifest is not None:
+            (tmp_path / "store/manifest.json").write_text(manifest)
+            assert run(["partition", "push", str(tmp_path / "other"), url]) == 1
+            assert "partition push --config FILE --force" in capsys.readouterr().err
+        assert run(["partition", "push", str(tmp_path / "other"), url, "--force"]) == 0
     assert stored_parts(url, {})[0].files[-1].sha256 != parts.files[-1].sha256
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,12 +96,15 @@ def test_a_run_whose_cpus_another_run_took_at_the_same_time_says_so(
         assert all("its CPUs are held by run other of " in event["text"] for event in events)
 
 
-def test_pipes_in_the_place_of_files_of_a_run_block_nobody(folder: MakeFolder) -> None:
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path.name)])
+def test_pipes_and_folders_in_the_place_of_files_of_a_run_stop_nobody(
+    folder: MakeFolder, make: Callable[[Path], None]
+) -> None:
     run = folder(server=python(SERVE)).rank(python(SLEEP)).start()
     run.pid("rank0")
-    for name in ("events.jsonl", "node.json", "metrics-rank0.jsonl", "result.json", "outcomes/rank0.json"):
+    for name in ("events.jsonl", "node.json", "metrics-rank0.jsonl", "outcomes/rank0.json", "logs/rank0.log"):
         (run.path / name).unlink(missing_ok=True)
-        os.mkfifo(run.path / name)
+        make(run.path / name)
     watch = [PYTHON, str(NODE / "watch.py"), str(run.path), "--once"]
     seen = subprocess.run(watch, capture_output=True, text=True, timeout=DEADLINE)
     assert seen.returncode == 0 and '"state": "training"' in seen.stdout, seen.stderr

@@ -14,7 +14,7 @@ import click
 from launcher.cli.completion import host_names
 from launcher.cli.options import F, GroupedOptions, OutputFile, examples, with_options
 from launcher.config.importers.base import NODES_ONLY, Flags
-from launcher.config.importers.pyg_command import Remote, parse_remote
+from launcher.config.importers.pyg_command import parse_remote
 from launcher.errors import UsageError
 from launcher.run.config_of_options import TRAINER_ONLY, overrides_of, wait_limit
 from launcher.run.options import LaunchOptions
@@ -33,7 +33,8 @@ def options_of(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
     merged["config"] = config_of(merged)
     if merged["config"] is None:
         raise click.UsageError("give the cluster file: --config cluster.yml (`gnnfleet init` writes one)", ctx)
-    remote = _remote_of(ctx)
+    quoted = ctx.meta.get("remote")  # the training command, if it was given in quotes
+    remote = parse_remote(quoted) if quoted else None
     own_command = ctx.meta.get("own_command", ())
     if own_command and remote:
         raise click.UsageError("a quoted command and a command after -- are both given; give one of them", ctx)
@@ -137,12 +138,6 @@ def without_remote(ctx: click.Context, words: Sequence[str]) -> list[str]:
             envs = envs and not word.startswith("-") and "=" in word
             left += ["--extra-env", word] if envs else [word]
     return left
-
-
-def _remote_of(ctx: click.Context) -> Remote | None:
-    """Parse the training command that was given in quotes; None if there is none. Raises UsageError."""
-    command = ctx.meta.get("remote")
-    return parse_remote(command) if command else None
 
 
 def config_of(values: Mapping[str, Any]) -> Path | None:

@@ -68,7 +68,9 @@ def add(gpus: list[dict[str, Any]], started: dict[str, Any]) -> list[dict[str, A
         gpu["width"], gpu["width_max"] = machine.number(width), machine.number(most)
         gpu["slowed"] = slowed(reasons)
         gpu["rows"] = "failure" if said(failure) else "pending" if said(pending) else ""
-    return faults(_kernel_log(started), places)
+    # the kernel's messages since boot, as far as this user may read them
+    log = machine.finish(started["dmesg"]) if "dmesg" in started else ""
+    return faults(log or machine.output(["journalctl", "--dmesg", "--quiet", "--no-pager", "--lines=5000"]), places)
 
 
 def slowed(reasons: str) -> str:
@@ -92,12 +94,6 @@ def address(place: str) -> str:
         return ":".join(words)
     domain = words[0].lstrip("0")
     return ":".join([domain, *words[1:]] if domain else words[1:])
-
-
-def _kernel_log(started: dict[str, Any]) -> str:
-    """Return the kernel's messages since boot as far as this user may read them; '' if it may not."""
-    found = machine.finish(started["dmesg"]) if "dmesg" in started else ""
-    return found or machine.output(["journalctl", "--dmesg", "--quiet", "--no-pager", "--lines=5000"])
 
 
 def faults(log: str, places: dict[str, int]) -> list[dict[str, Any]]:

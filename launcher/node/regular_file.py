@@ -1,10 +1,11 @@
-"""Opens files that other processes write. Standard library only."""
+"""Opens files that other processes write, and makes way for files. Standard library only."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from contextlib import suppress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,3 +19,22 @@ def open_regular(path: str) -> BinaryIO:
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", path)
     return file
+
+
+def make_way(path: str, below: str) -> None:
+    """Delete what is no file at ``path``, such as a folder, a pipe or a dangling link, and what is no folder above it.
+
+    Only what is in the folder ``below`` is looked at. Raises OSError.
+    """
+    at = below
+    with suppress(FileNotFoundError):  # another launch has just deleted it
+        for name in os.path.relpath(path, below).split(os.sep)[:-1]:
+            at = os.path.join(at, name)
+            if os.path.lexists(at) and not os.path.isdir(at):
+                os.unlink(at)
+        if os.path.isdir(path) and not os.path.islink(path):
+            import shutil
+
+            shutil.rmtree(path)
+        elif os.path.lexists(path) and not os.path.isfile(path):
+            os.unlink(path)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from launcher.node.regular_file import make_way
+
 #: Package that fsspec needs for the URLs of a scheme.
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
 
@@ -68,8 +70,10 @@ class RemoteFolder:
             ) from None
 
     def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
-        """Return bytes ``start`` to ``end`` of a file, by default all. Raises NotStored."""
+        """Return bytes ``start`` to ``end`` of a file, by default all. Raises NotStored, also for a folder or pipe."""
         with self._errors("read", path):
+            if self.is_local and not os.path.isfile(self._at(path)):
+                raise FileNotFoundError
             return bytes(self._fs.cat_file(self._at(path), start=start, end=end))
 
     def size(self, path: str) -> int | None:
@@ -83,6 +87,7 @@ class RemoteFolder:
     def write(self, path: str, data: bytes) -> None:
         """Write a small file. It becomes visible only when it is complete."""
         with self._errors("written", path):
+            self._make_way(path)
             if not self.is_local:
                 self._fs.pipe_file(self._at(path), data)
                 return
@@ -103,6 +108,7 @@ class RemoteFolder:
 
         counter = Counter()
         with self._errors("written", path):
+            self._make_way(path)
             self._fs.put_file(source, self._at(path), callback=counter)
         on_bytes(os.path.getsize(source) - counter.count)  # some file systems do not report what they copy
 
@@ -110,6 +116,7 @@ class RemoteFolder:
         """Delete a file, if it exists."""
         try:
             with self._errors("deleted", path):
+                self._make_way(path)
                 self._fs.rm_file(self._at(path))
         except NotStored:
             return
@@ -121,6 +128,10 @@ class RemoteFolder:
                 return sorted(name[len(self._path) :].lstrip("/") for name in self._fs.find(self._path))
         except NotStored:
             return []
+
+    def _make_way(self, path: str) -> None:
+        if self.is_local:
+            make_way(self._at(path), self._path)
 
     def _at(self, path: str) -> str:
         return f"{self._path}/{path}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,22 @@ def test_replacing_parts_repairs_them_and_leaves_no_file_of_others(tmp_path: Pat
     assert push(parts, store, replace=True) == len(parts.files)
     assert visible_files(store) == {file.path for file in parts.files}
     assert (store / X0).read_bytes() == (tmp_path / "parts" / X0).read_bytes()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_stands_in_the_place_of_a_file_in_a_store_is_replaced(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    parts, store = parts_in(tmp_path / "parts"), tmp_path / "store"
+    push(parts, store)
+    for name in (X0, "manifest.json"):
+        (store / name).unlink()
+        make(store / name)
+    with pytest.raises(StoreError, match=rf"{X0} is missing in the store.*push --config FILE --force"):
+        fetch_into(tmp_path / "node", RemoteFolder(f"file://{store}", {}), wanted(parts, 0))
+    push(parts, store, replace=True)
+    fetch_into(tmp_path / "node", RemoteFolder(f"file://{store}", {}), wanted(parts, 0))
+    assert visible_files(tmp_path / "node") == {file.path for file in parts.of_parts([0])}
 
 
 def test_damaged_parts_are_not_uploaded(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from launcher.node.regular_file import open_regular
+from launcher.node.regular_file import make_way, open_regular
 
 TYPE_CHECKING = False  # a request imports only what it needs: all these modules take longer than Python takes to start
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ def inventory(files: list[Entry], below: str = "") -> list[Entry]:
     from concurrent.futures import ThreadPoolExecutor
 
     cache, below = DigestCache(), os.path.expanduser(below)
+    if below and os.path.lexists(below) and not os.path.isdir(below):
+        os.unlink(below)
     for path in [os.path.expanduser(entry["path"]) for entry in files] if below else ():
         if path.startswith(below + os.sep):
             make_way(path, below)
@@ -129,26 +131,6 @@ def inventory(files: list[Entry], below: str = "") -> list[Entry]:
         found = list(pool.map(lambda entry: _look(entry, cache), files))
     cache.save()
     return found
-
-
-def make_way(path: str, below: str) -> None:
-    """Delete what is no file at ``path``, such as a folder, a pipe or a dangling link, and what is no folder above it.
-
-    Above it, only ``below`` and what is in it is looked at. Raises OSError.
-    """
-    import contextlib
-    import shutil
-
-    at = below
-    with contextlib.suppress(FileNotFoundError):  # another launch has just deleted it
-        for name in ["", *os.path.relpath(path, below).split(os.sep)[:-1]]:
-            at = os.path.join(at, name) if name else at
-            if os.path.lexists(at) and not os.path.isdir(at):
-                os.unlink(at)
-        if os.path.isdir(path) and not os.path.islink(path):
-            shutil.rmtree(path)
-        elif os.path.lexists(path) and not os.path.isfile(path):
-            os.unlink(path)
 
 
 def _look(entry: Entry, cache: DigestCache) -> Entry:

@@ -24,6 +24,7 @@ from launcher.config.schema import ClusterConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT, is_plain_path, write_whole
 from launcher.node.json_reader import read_json
+from launcher.node.regular_file import open_regular
 from launcher.plan.model import Partitioning
 from trainer.core.typed import parse_json
 
@@ -156,7 +157,7 @@ def read_partition_files(folder: Path) -> PartitionFiles | None:
     """Read ``folder/manifest.json``; None if there is none. Raises FleetError if the file is damaged."""
     path = folder / "manifest.json"
     try:
-        with path.open("rb") as file:
+        with open_regular(str(path)) as file:
             raw = file.read(MOST_MANIFEST + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 
 from launcher.command import Command
+from launcher.errors import FleetError
 from launcher.node import leases, procs
 from launcher.node.programs import folders, machine, packages, probe
+from launcher.plan.partition import read_partition_files
 from launcher.transport.local import LocalTransport
 from launcher.transport.rpc import NodeAgent
 from waiting import wait_until
@@ -126,6 +128,11 @@ def test_graph_size_of_parts_on_the_node(tmp_path: Path) -> None:
     assert packages.graph_size(f"{tmp_path}/manifest.json") == {"nodes": 10, "row_bytes": 400.0, "topology_bytes": 0}
     (tmp_path / "manifest.json").write_text("[]")
     assert packages.graph_size(f"{tmp_path}/manifest.json") == {}
+    (tmp_path / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "manifest.json")  # opening it would block
+    assert packages.graph_size(f"{tmp_path}/manifest.json") == {}
+    with pytest.raises(FleetError, match=r"manifest.json: cannot be read: not a regular file"):
+        read_partition_files(tmp_path)
 
 
 # -- devices -------------------------------------------------------------

@@ -120,8 +120,10 @@ def graph_size(manifest: str) -> dict[str, Any]:
         return {}
     import json
 
+    from launcher.node.regular_file import open_regular
+
     try:
-        with open(os.path.expanduser(manifest)) as file:
+        with open_regular(os.path.expanduser(manifest)) as file:
             found = json.load(file)
         return {**size_of(found), "topology_bytes": _topology_of(found, os.path.dirname(os.path.expanduser(manifest)))}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):

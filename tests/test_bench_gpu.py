@@ -23,6 +23,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 def test_without_a_gpu_it_says_so_in_one_sentence() -> None:
     process = fork([str(SCRIPT)], os.environ)

@@ -138,6 +138,7 @@ def test_ctrl_c_in_a_terminal_ends_everything_at_once(tmp_path: Path, parts: Pat
     assert "Stopped by Ctrl-C after" in done.output
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_detaches_the_run(tmp_path: Path, parts: Path) -> None:
     # Closing the terminal sends SIGHUP to launch.py and closes its output; the run continues on the node.
     made = local_config(tmp_path, [2], data={"folder": str(parts), "num_parts": 2})

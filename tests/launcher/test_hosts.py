@@ -58,6 +58,7 @@ def test_a_line_for_each_host(pool: Path, monkeypatch: pytest.MonkeyPatch, capfd
     assert fault.startswith("localhost: CUDA device 0 uses 8 of 16 PCIe lanes – ")
 
 
+@pytest.mark.slow
 def test_figures_of_hosts_as_json(pool: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["hosts", "--config", str(pool), "--speed", "--json"]) == 0
     (host,) = json.loads(capfd.readouterr().out)["hosts"]

@@ -110,6 +110,7 @@ def test_silent_machine_is_reported_lost(make: MakeRun, silent: int) -> None:
         assert result["cause"]["node_rank"] == silent
 
 
+@pytest.mark.slow
 def test_cut_connection_stops_both_sides(make: MakeRun) -> None:
     run = make(3)
     with tcp_proxy(run.port) as proxy:
@@ -153,6 +154,7 @@ def test_stop_requested_at_any_node_stops_all(make: MakeRun, asked: int) -> None
     assert [result["reason"] for result in results] == reasons
 
 
+@pytest.mark.slow
 def test_stop_now_skips_the_grace_period_of_all_nodes(make: MakeRun) -> None:
     stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEP
     run = make(2, argv=python(stubborn), grace=20.0).start()

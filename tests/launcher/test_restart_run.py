@@ -184,6 +184,7 @@ def test_a_stop_is_no_reason_to_start_again(make: MakeRun) -> None:
 TWO_COPIES = [[0, 1], [1, 0], [], []]
 
 
+@pytest.mark.slow
 def test_a_lost_client_is_left_behind(make: MakeRun) -> None:
     run = make(4, roles="sscc", parts=TWO_COPIES).stepping()
     run.nodes[3].supervisor.kill()  # type: ignore[union-attr]

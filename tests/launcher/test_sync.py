@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from fast_cases import fast_cases
 from launcher.errors import ConnectionLost, RemoteFileError, SyncError
 from launcher.node.programs import files
 from launcher.node.programs.files import CODE_LIST, PART_SUFFIX, sha256_of
@@ -155,8 +156,8 @@ def folder_with_a_file(path: Path) -> None:
 IN_PLACE = [folder_with_a_file, os.mkfifo, lambda path: path.symlink_to("/nowhere"), lambda path: path.symlink_to("/")]
 
 
-@pytest.mark.parametrize("make", IN_PLACE)
-@pytest.mark.parametrize("name", [X, "manifest.json", "shared/nodes/node/seeds/train.npy.part"])
+@pytest.mark.parametrize("make", fast_cases(IN_PLACE, folder_with_a_file, os.mkfifo))
+@pytest.mark.parametrize("name", fast_cases([X, "manifest.json", "shared/nodes/node/seeds/train.npy.part"], X))
 def test_what_stands_in_the_place_of_a_file_is_replaced(
     tmp_path: Path, name: str, make: Callable[[Path], object]
 ) -> None:
@@ -181,7 +182,10 @@ def test_a_file_in_the_place_of_a_folder_is_replaced(tmp_path: Path) -> None:
         assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
 
 
-@pytest.mark.parametrize("damage", [flip_byte, Path.unlink, in_place_of(folder_with_a_file), in_place_of(os.mkfifo)])
+@pytest.mark.parametrize(
+    "damage",
+    fast_cases([flip_byte, Path.unlink, in_place_of(folder_with_a_file), in_place_of(os.mkfifo)], flip_byte),
+)
 def test_damaged_code_is_sent_again(tmp_path: Path, damage: Callable[[Path], object]) -> None:
     plan = sync_plan(tmp_path)
     sync(plan, transports(plan))

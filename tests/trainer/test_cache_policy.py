@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cache_kit import hosts, loader_of, received, run_ranks
+from fast_cases import fast_cases
 from ports import free_port
 from test_cluster_train import start, two_nodes
 from train_kit import command_line, finish_all, metrics, start_script, write_parts
@@ -76,7 +77,7 @@ def remote_of(loader, of):
     return np.r_[0:begin, end : loader.graph.manifest.nodes[of].num_nodes]
 
 
-@pytest.mark.parametrize("topology", ["partitioned", "replicated"])
+@pytest.mark.parametrize("topology", fast_cases(["partitioned", "replicated"], "partitioned"))
 @pytest.mark.parametrize("options", [{}, {"replace": True}], ids=["plain", "with replacement"])
 def test_the_rows_chosen_are_those_that_later_batches_request(skewed, tmp_path, topology, options) -> None:
     # In epochs that were not presampled, the cached rows have over 93 % of the hits of the best choice.
@@ -99,7 +100,7 @@ def test_rows_of_every_type_are_counted(typed, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("topology", ["partitioned", "replicated"])
-@pytest.mark.parametrize("size", ["0", "10%", "200KB"])
+@pytest.mark.parametrize("size", fast_cases(["0", "10%", "200KB"], "10%"))
 def test_received_bytes_equal_the_prediction(skewed, tmp_path, topology, size) -> None:
     found, loaders = filled(skewed, topology, size, tmp_path)
     for prediction, loader in zip(found, loaders, strict=True):

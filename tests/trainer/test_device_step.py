@@ -214,7 +214,12 @@ def test_a_read_in_a_step_is_found(folders: dict[str, Path], tmp_path: Path, fak
 
 
 @pytest.mark.parametrize(
-    "task,more", [("classification", {"metrics": ("macro_f1", "accuracy")}), ("regression", {}), ("link", {})]
+    "task,more",
+    [
+        ("classification", {"metrics": ("macro_f1", "accuracy")}),
+        ("regression", {}),
+        pytest.param("link", {}, marks=pytest.mark.slow),
+    ],
 )
 def test_an_evaluation_waits_only_at_its_end(
     task: str, more: dict[str, Any], folders: dict[str, Path], tmp_path: Path, fake: RankGroup

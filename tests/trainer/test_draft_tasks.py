@@ -178,6 +178,7 @@ def test_labels_of_nodes_are_trained_instead(tmp_path: Path) -> None:
     assert "links" not in drafted["comments"]
 
 
+@pytest.mark.slow
 def test_few_times_are_divided_between_the_splits(tmp_path: Path) -> None:
     def split(times: list[str]) -> Any:
         rows = [f"c{k % 30},{times[k * len(times) // 240]},{k % 2}" for k in range(240)]

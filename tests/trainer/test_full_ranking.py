@@ -15,6 +15,7 @@ import torch
 from torch_geometric.data import HeteroData
 from torch_geometric.nn.models import LightGCN as ReferenceLightGCN
 
+from fast_cases import fast_cases
 from ports import free_port
 from train_kit import curve, finish_all, infer_words, job, metrics, run_forked, run_ranks, start_words
 from trainer.core.batch import LinkEnds
@@ -139,7 +140,7 @@ def _ranked(parts: str, out: str) -> None:
         Path(out, "found.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize(("num_parts", "ranks"), [(1, 1), (4, 3)])
+@pytest.mark.parametrize(("num_parts", "ranks"), fast_cases([(1, 1), (4, 3)], (1, 1)))
 def test_metrics_equal_a_reference_that_ranks_link_by_link(tmp_path: Path, num_parts: int, ranks: int) -> None:
     parts = shop(tmp_path / "parts", num_parts)
     for each in run_forked(_ranked, (str(parts), str(tmp_path)), ranks):

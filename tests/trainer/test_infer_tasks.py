@@ -173,6 +173,7 @@ def test_links_are_scored_by_embeddings(
         assert scores[int(row["source"]), int(row["target"])] == pytest.approx(float(row["score"]), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_given_pairs_are_scored_in_their_order(linked: Path, tmp_path: Path) -> None:
     pairs = [(int(a), int(b)) for a, b in RNG.integers(0, 100, (20, 2))]
     file = tmp_path / "pairs.csv"

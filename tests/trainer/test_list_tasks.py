@@ -413,6 +413,7 @@ def test_ranks_at_the_time_of_each_link_equal_a_reference(tmp_path: Path, num_pa
             assert next(found) == pytest.approx(reference(split, candidates), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_links_with_times_train_and_are_ranked_among_all(tmp_path: Path) -> None:
     given = {
         "model": "rsage", "task": "link", "hidden": 8, "fanouts": (4, 3), "batch_size": 64, "epochs": 1,

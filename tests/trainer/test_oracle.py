@@ -9,6 +9,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 
+from fast_cases import fast_cases
 from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
 from oracle import assert_identical, hosts_of, loader_of
 from service_kit import new_keys
@@ -122,7 +123,7 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", fast_cases(LOADS, "nodes", "binary"))
 @pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("kind", MAKE)
 def test_batches_are_equal_for_every_other_argument(graphs, kind, more, load):

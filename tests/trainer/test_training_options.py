@@ -103,6 +103,7 @@ def assert_equal_on_any_number_of_processes(parts: Path, folder: Path, **wanted:
     return whole
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_clipped_gradients_of_a_weighted_and_smoothed_loss(parts: Path, tmp_path: Path) -> None:
     wanted: dict[str, Any] = {"epochs": 3, "lr": 0.1, "optimizer": {"name": "SGD", "momentum": 0.9, "nesterov": True}}
     wanted |= {"class_weights": "balanced", "label_smoothing": 0.1}
@@ -112,6 +113,7 @@ def test_an_optimizer_with_clipped_gradients_of_a_weighted_and_smoothed_loss(par
         assert (curve(tmp_path / name)[0] == clipped[0]) == (name == "free") and curve(tmp_path / name)[1] != clipped[1]
 
 
+@pytest.mark.slow
 def test_metrics_chosen_by_name(parts: Path, tmp_path: Path) -> None:
     names = ("macro_f1", "roc_auc", "average_precision", "micro_f1", "accuracy")
     wanted: dict[str, Any] = {

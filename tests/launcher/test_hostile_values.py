@@ -285,7 +285,7 @@ LATER = (
     "slurm_job",
 )  #: refused by what they name
 
-QUICK = (0, 3, 6)  #: of ``TEXTS``: all kinds of quotes, line breaks, options
+QUICK = (0, 6)  #: of ``TEXTS``, in the fast tests
 
 
 @pytest.mark.quiet

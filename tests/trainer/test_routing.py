@@ -200,6 +200,22 @@ def test_a_waiting_call_continues_with_a_moved_server() -> None:
     assert not asking.is_alive() and not failed and moved.asked
 
 
+def test_the_holders_may_change_at_any_moment_of_a_wait() -> None:
+    lost, joined = Host(1, 2, 3), Host(1, 2, 3)
+    graph = graph_of([0], {1: lost}, server_wait=20)
+
+    class Replaced(list):
+        def __getitem__(self, part):
+            graph.set_remotes({2: joined})  # as another thread does when cluster.json changes
+            return super().__getitem__(part)
+
+    graph._holders._of_part = Replaced(graph._holders._of_part)
+    lost.up = False
+    rows = [RowRequest("paper", np.arange(60), ("x",))]
+    np.testing.assert_array_equal(graph.gather(rows)[0]["x"], WHOLE.gather(rows)[0]["x"])
+    assert joined.asked
+
+
 def test_joined_peers_get_requests_and_removed_peers_get_none() -> None:
     old, new = Host(1, 2, 3), Host(1, 2, 3)
     graph = graph_of([0], {1: old})

@@ -171,8 +171,6 @@ def token_transformer(settings: ModelSettings, facts: GraphFacts, embeddings: Em
     return TokenModel(facts, shape, settings.heads, settings.layers or 2, settings.max_tokens, embeddings)
 
 
-#: Models that read edge features.
-
 #: Models of homogeneous graphs by name; a builder takes (settings, in_dim, num_classes, edge_dim).
 HOMO_MODELS: dict[str, _Builder] = {"sage": sage, "gcn": gcn, "gat": gat}
 

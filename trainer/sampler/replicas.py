@@ -122,11 +122,11 @@ class PartHolders:
         """
         wanted = sorted(set(parts))
         while True:
-            lost, now = dict(self._lost), time.monotonic()
-            missing = [part for part in wanted if lost.keys() >= set(self._of_part[part])]
+            lost, holders, now = dict(self._lost), self._of_part, time.monotonic()  # other threads change them
+            missing = [part for part in wanted if lost.keys() >= set(holders[part])]
             if not missing:
                 return
-            since = [max((lost[host].since for host in self._of_part[part]), default=now) for part in missing]
+            since = [max((lost[host].since for host in holders[part]), default=now) for part in missing]
             if now - max(since) >= self.server_wait:
                 raise self._give_up_error(missing)
             time.sleep(_POLL)

@@ -264,11 +264,13 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
         groups["own" if group == "generated" and file.source else group].append(file)
     for name, files in {"code": plan.code, **groups}.items():
         if files:
-            named = []
-            for file in files:
-                size = decimal(file.bytes) if file.sha256 else "made at launch"
-                named.append(_name(node, file) + (f" ({size})" if sizes else ""))
-            shown = ", ".join(named) if name in ("own", "generated") else count(len(files), "file")
+            shown = count(len(files), "file")
+            if name in ("own", "generated"):
+                named = []
+                for file in files:
+                    size = f" ({decimal(file.bytes) if file.sha256 else 'made at launch'})" if sizes else ""
+                    named.append(_name(node, file) + size)
+                shown = ", ".join(named)
             yield "files", f"{name}: {shown}" + (f", {decimal(_total_bytes(files))}" if sizes else "")
     logs = ["supervisor", *(["runners"] if node.ranks else []), *(["server"] if node.server else [])]
     yield "logs", f"{node.run_dir}/logs: {' '.join(f'{log}.log' for log in [*logs, *(f'rank{k}' for k in node.ranks)])}"

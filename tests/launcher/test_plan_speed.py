@@ -16,7 +16,7 @@ from rich.console import Console
 from launcher.config.host_filter import filtered
 from launcher.config.loader import load_config
 from launcher.config.schema import NodeConfig
-from launcher.plan import model
+from launcher.plan import model, render
 from launcher.plan.files import code_files
 from launcher.plan.model import LaunchPlan
 from launcher.plan.render import print_plan
@@ -51,6 +51,13 @@ def calls(folder: Path, nodes: int) -> int:
     to_json(plan)
     profile.disable()
     return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+
+def test_code_that_a_printed_plan_only_counts_is_not_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, named = planned_for(tmp_path, 2), []
+    monkeypatch.setattr(render, "_name", lambda node, file: named.append(file) or "")
+    print_plan(plan, Console(file=io.StringIO()))
+    assert named and not any(file in plan.code for file in named)
 
 
 @pytest.mark.slow

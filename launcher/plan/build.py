@@ -145,14 +145,15 @@ def _checkpoint_file(name: str, wanted: str, config: ResolvedConfig, cwd: Path, 
     """Return the checkpoint for ``train.resume`` or ``train.start``, as ``name``.pt in the run folder.
 
     ``wanted``: its path, or the id of a run. ``ours``: the bundled trainer reads it; a script may save in any format.
-    Raises UsageError if it does not exist, or the bundled trainer surely cannot read it.
+    Raises UsageError if it does not exist, or the bundled trainer surely cannot read it, and OSError.
     """
     of_run = cwd / config.run.runs_dir / wanted / "checkpoints" / "last.pt"
     for path in (cwd / wanted, of_run):
         if path.is_file():
+            checkpoint = copied(f"{name}.pt", path)  # first, as is_zipfile hides why a file cannot be read
             if ours and not zipfile.is_zipfile(path):  # torch.save writes one; its last bytes are its directory
                 raise UsageError(f"train.{name}: `{path}` is no checkpoint, or not a whole one")
-            return copied(f"{name}.pt", path)
+            return checkpoint
     raise UsageError(f"train.{name}: there is no file `{wanted}`, and no run with this id has a checkpoint ({of_run})")
 
 

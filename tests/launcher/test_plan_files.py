@@ -297,6 +297,8 @@ def test_resume_by_file_and_by_run_id(tmp_path: Path) -> None:
         message = f"train.{name}: there is no file `gone`, and no run with this id has a checkpoint"
         with pytest.raises(UsageError, match=message):
             plan_of(cluster(train=gone), cwd=tmp_path)
+    with pytest.raises(OSError, match="Input/output error"):  # of the file, which is not called damaged
+        plan_of(cluster(train=TrainConfig(resume="/proc/self/mem")), cwd=tmp_path)
     checkpoint.write_bytes(checkpoint.read_bytes()[:-5])
     for cut in (TrainConfig(resume="old-run"), TrainConfig(start=start)):
         with pytest.raises(UsageError, match=r"last.pt` is no checkpoint, or not a whole one"):

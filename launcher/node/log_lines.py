@@ -8,6 +8,7 @@ import time
 from collections import deque
 
 from launcher.node.record import stamp
+from launcher.node.regular_file import open_at_once
 
 MAX_LINE = 64 * 1024  #: bytes; a longer line is split
 
@@ -118,7 +119,7 @@ class LineLog:
         self.tail: deque[str] = deque(maxlen=TAIL)
         self.traceback = TracebackFinder()
         self.crash = _CrashFinder()
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+        self._file = open_at_once(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._partial = b""
         self._redrawn = False
         self._last_snapshot = time.monotonic()

@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from launcher.node.regular_file import open_at_once
+
 
 def stamp(when: float) -> str:
     """Format ``when``, seconds since the epoch, in UTC: ``2026-11-20T21:00:00.123Z``."""
@@ -44,7 +46,7 @@ def why_unwritten(path: str, error: OSError) -> str:
 def append_json(path: str, value: Any) -> None:
     """Append ``value`` as a line of JSON in a single write, so that lines of several writers never mix."""
     line = json.dumps(value).encode() + b"\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+    descriptor = open_at_once(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         write_line(descriptor, line)
     finally:

@@ -30,6 +30,8 @@ from launcher.transport.fanout import on_nodes
 
 _RELEASE = 10.0  # seconds to delete the run folder of a launch that has failed
 
+_LAST_WRITE = 3.0  # seconds to wait before for a transfer that has been stopped, as it may be writing there
+
 
 @dataclass(frozen=True)
 class SyncReport:
@@ -75,7 +77,7 @@ def sync(
             raise causes[node_rank]
     except BaseException:
         stop.set()
-        on_nodes([k for k, job in jobs.items() if job.claimed], lambda k: jobs[k].release())
+        on_nodes(jobs, lambda k: jobs[k].release())
         raise
     return SyncReport(tuple(answers.values[node.node_rank] for node in plan.nodes))
 
@@ -133,21 +135,30 @@ class _PlanTransfer(FileTransfer):
         generated = "\0".join(file.content for file in node.files if not file.source)  # contains the run's token
         self.owner = hashlib.sha256(generated.encode()).hexdigest()
         self.claimed = False
+        self.ended = threading.Event()
+
+    def run(self) -> NodeSync:
+        try:
+            return super().run()
+        finally:
+            self.ended.set()
 
     def release(self) -> None:
-        """Delete the run folder on the node, in which nothing has been started. Raises FleetError."""
-        request = {"op": "release", "path": self.node.run_dir, "owner": self.owner}
-        ask_files(self.transport, self.node, request, _RELEASE)
+        """Delete the run folder, in which nothing has been started, if this launch has made it. Raises FleetError."""
+        self.ended.wait(_LAST_WRITE)
+        if self.claimed:
+            request = {"op": "release", "path": self.node.run_dir, "owner": self.owner}
+            ask_files(self.transport, self.node, request, _RELEASE)
 
     def send_all(self) -> None:
         if self.new_run:
+            self.claimed = True  # or may be, if the connection breaks before the answer
             answer = self.ask({"op": "claim", "path": self.node.run_dir, "owner": self.owner})
             if not answer["mine"]:
                 raise self.error(
                     f"the run id is already in use: another launch has just made {self.node.run_dir}; "
                     "choose another --run-id"
                 )
-            self.claimed = True
         files = [with_digest(file) for file in self.node.files if file.source]
         files.sort(key=is_manifest)
         found = self.inventory(files, [self.node.code_dir], below=self.node.data_dir)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import pty
 import shutil
@@ -10,8 +11,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,10 @@ import pytest
 
 from launcher.node import procs
 from launcher.node.child_process import Loop, outcome
+from launcher.node.diagnostics.vitals import LineTail
 from launcher.node.log_lines import LineLog
+from launcher.node.record import append_json
+from launcher.node.regular_file import open_regular
 from launcher.node.supervisor.journal import Journal, LatestWriter
 from launcher.node.supervisor.outcomes import Mailbox, OutcomeBook, write_or_mail
 from node_kit import ROOT
@@ -33,6 +38,33 @@ def loop() -> Iterator[Loop]:
     yield Loop()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, old)
+
+
+@pytest.mark.parametrize(
+    ("lease", "use"),
+    [
+        (fcntl.F_WRLCK, lambda path: open_regular(path).read()),
+        (fcntl.F_WRLCK, lambda path: next(LineTail(path).lines())),
+        (fcntl.F_RDLCK, lambda path: append_json(path, {"kind": "step"})),
+        (fcntl.F_RDLCK, lambda path: LineLog(path).close()),
+    ],
+)
+def test_a_file_that_an_nfs_server_has_delegated_to_a_client_is_opened(
+    tmp_path: Path, lease: int, use: Callable[[str], Any]
+) -> None:
+    path = tmp_path / "metrics-rank0.jsonl"
+    path.write_text('{"kind": "start"}\n')
+    holder = os.open(path, os.O_RDWR if lease == fcntl.F_WRLCK else os.O_RDONLY)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which the kernel asks for the lease
+    client = threading.Timer(0.2, lambda: fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+    fcntl.fcntl(holder, fcntl.F_SETLEASE, lease)
+    client.start()
+    try:
+        use(str(path))
+    finally:
+        client.join()
+        signal.signal(signal.SIGIO, before)
+        os.close(holder)
 
 
 @pytest.mark.slow

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +24,7 @@ from fast_cases import fast_cases
 from launcher.errors import ConnectionLost, RemoteFileError, SyncError
 from launcher.node.programs import files
 from launcher.node.programs.files import CODE_LIST, PART_SUFFIX, sha256_of
+from launcher.node.regular_file import make_way
 from launcher.plan.model import LaunchPlan
 from launcher.sync import transfer as transfer_module
 from launcher.sync.progress import TransferProgress
@@ -169,6 +172,14 @@ def test_what_stands_in_the_place_of_a_file_is_replaced(
     sync(plan, transports(plan))
     sent = {path: (tmp_path / "parts" / path).read_bytes() for path in bytes_of(plan, 0)}
     assert bytes_of(plan, 0) == sent and len(sent) == 4
+
+
+def test_what_is_behind_a_link_to_a_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere/x.npy").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/part0").symlink_to(tmp_path / "elsewhere")
+    make_way(str(tmp_path / "data/part0/x.npy"), str(tmp_path / "data"))
+    assert (tmp_path / "elsewhere/x.npy").is_dir()
 
 
 def test_a_file_in_the_place_of_a_folder_is_replaced(tmp_path: Path) -> None:
@@ -329,6 +340,37 @@ def test_ctrl_c_leaves_only_part_files_which_the_next_sync_resumes(tmp_path: Pat
     sync(plan, {0: line})
     assert (str(part), cut) in line.uploads
     assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
+
+
+@pytest.mark.parametrize("during", ["claim", "write"])
+def test_ctrl_c_leaves_no_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str) -> None:
+    plan, ask, written = sync_plan(tmp_path, num_nodes=1), transfer_module.ask_files, threading.Event()
+
+    def interrupt(step: str) -> None:
+        if step == during:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(1.0)  # sync ends meanwhile, unless it waits for this thread
+
+    class Interrupted(Breaking):
+        def write(self, data: bytes, dest: str, *, mode: int = 0o644) -> None:
+            interrupt("write")
+            super().write(data, dest, mode=mode)
+            written.set()
+
+    def asked(transport: Transport, node: Any, request: dict[str, Any], timeout: float) -> dict[str, Any]:
+        answer = ask(transport, node, request, timeout)
+        interrupt(request["op"])
+        return answer
+
+    monkeypatch.setattr(transfer_module, "ask_files", asked)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sync(plan, {0: Interrupted(0)})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert during == "claim" or written.wait(30)
+    assert not Path(plan.nodes[0].run_dir).exists()
 
 
 def test_of_two_launches_with_one_run_id_the_second_changes_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from launcher.node.json_reader import parsed
 from launcher.node.json_records import PHASES
-from launcher.node.regular_file import open_regular
+from launcher.node.regular_file import open_at_once, open_regular
 
 _DONE = "done"  # the phase of a rank that has ended its work, and whose process is about to end
 
@@ -162,7 +162,7 @@ class LineTail:
 
     def _added(self) -> bytes:
         try:
-            file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            file = open_at_once(self.path, os.O_RDONLY)
         except OSError:  # not created yet, or the run folder has been deleted
             return b""
         try:

@@ -29,7 +29,7 @@ HOW = {
     "induced": {"subgraph_type": "induced"},
     "bidirectional": {"subgraph_type": "bidirectional"},
 }
-FAST = ("uniform", "node times", "induced")
+FAST = ("uniform", "node times", "induced")  # the last one is not for ranks
 LOADS = ("nodes", "binary", "triplet")
 EMPTY = functools.partial(cut, empty=(0, 2))
 
@@ -97,7 +97,9 @@ def test_whole_neighbourhoods_equal_those_of_torch_geometric(places, name, how):
 
 
 @pytest.mark.filterwarnings("ignore:.* for 3 ranks")
-@pytest.mark.parametrize("how", fast_cases([name for name in HOW if name not in ("induced", "bidirectional")], *FAST))
+@pytest.mark.parametrize(
+    "how", fast_cases([name for name in HOW if name not in ("induced", "bidirectional")], *FAST[:2])
+)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_shares_of_ranks_add_up_to_the_same_batches(places, name, how):
     # Every rank gets the same number of batches, some without seeds when there are fewer seeds than ranks.

@@ -193,6 +193,16 @@ def test_a_file_in_the_place_of_a_folder_is_replaced(tmp_path: Path) -> None:
         assert bytes_of(plan, 0)[X] == (tmp_path / "parts" / X).read_bytes()
 
 
+def test_a_link_to_a_disk_that_is_not_mounted_stays(tmp_path: Path) -> None:
+    plan = sync_plan(tmp_path)
+    data = Path(plan.nodes[0].data_dir)
+    data.parent.mkdir(parents=True)
+    data.symlink_to(tmp_path / "not mounted")
+    with pytest.raises(SyncError, match=rf"node0 \(local\): .*{data}"):
+        sync(plan, transports(plan))
+    assert data.is_symlink() and not (tmp_path / "not mounted").exists()
+
+
 @pytest.mark.parametrize(
     "damage",
     fast_cases([flip_byte, Path.unlink, in_place_of(folder_with_a_file), in_place_of(os.mkfifo)], flip_byte),

@@ -121,8 +121,8 @@ def inventory(files: list[Entry], below: str = "") -> list[Entry]:
     from concurrent.futures import ThreadPoolExecutor
 
     cache, below = DigestCache(), os.path.expanduser(below)
-    if below and os.path.lexists(below) and not os.path.isdir(below):
-        os.unlink(below)
+    if below and os.path.lexists(below) and not os.path.isdir(below) and not os.path.islink(below):
+        os.unlink(below)  # a link may lead to a disk that is not mounted; it stays, and sync says that it leads nowhere
     for path in [os.path.expanduser(entry["path"]) for entry in files] if below else ():
         if path.startswith(below + os.sep):
             make_way(path, below)

@@ -250,8 +250,6 @@ class Supervisor:
         try:
             me = leases.this_process(spec.run_id, spec.node_rank, spec.operator)
             taken = leases.take(wanted, me) if wanted else []
-            # Preflight warns of runs that it saw; of launches at once, the one that is later here sees the other.
-            sharing = leases.sharing_cpus(wanted, spec.run_id) if not taken else {}
         except leases.LeaseError as error:
             return self.journal.event("no-leases", reason=str(error))
         if taken:
@@ -263,8 +261,10 @@ class Supervisor:
                     self.peers.open()
             held_by = (f"{leases.resource_label(one.resource)} is {leases.describe(one)}" for one in taken)
             raise self.failed("node", "; ".join(held_by))
-        for run_id, lease in sharing.items():
-            self.journal.event("shares-cpus", run=run_id, text=f"its CPUs are {leases.describe(lease)}")
+        with suppress(leases.LeaseError):  # a warning only
+            # Preflight warns of runs that it saw; of launches at once, the one that is later here sees the other.
+            for run_id, lease in leases.sharing_cpus(wanted, spec.run_id).items():
+                self.journal.event("shares-cpus", run=run_id, text=f"its CPUs are {leases.describe(lease)}")
 
     # Processes.
 

@@ -15,7 +15,7 @@ from launching import Running, write_config
 from netns import Machine, NetCluster
 from operator_kit import Operator, end_processes, run_processes
 from ssh_nodes import ssh_nodes
-from waiting import DEADLINE
+from waiting import DEADLINE, wait_until
 
 #: A stub of nvidia-smi: it lists two idle devices, and no processes.
 NVIDIA_SMI = """#!/bin/sh
@@ -139,14 +139,15 @@ def test_only_one_of_two_simultaneous_runs_gets_a_device(
     # one of the runs. A run that did not get the device on every node ends.
     config = config_in(tmp_path / "project", cluster, parts, devices=0)
     both = [started(config, f"racer{number}", operator) for number in (1, 2)]
-    deadline = time.monotonic() + DEADLINE
-    while time.monotonic() < deadline and not any(racer.process.poll() is not None for racer in both):
-        time.sleep(0.1)
-    losers = [racer for racer in both if racer.process.poll() is not None]
+    # One trains on, or both end, if each got the device on one node.
+    wait_until(lambda: all(TRAINS in racer.output or racer.process.poll() is not None for racer in both))
+    losers = 0
+    for racer in both:
+        if TRAINS in racer.output:
+            assert racer.send(signal.SIGINT).end().status == 130
+        else:
+            losers += 1
+            done = racer.end()
+            assert done.status in (1, 3) and "CUDA device 0 is held by run racer" in done.output, done.output
     assert losers
-    for loser in losers:  # both runs, if each got the device on one node
-        done = loser.end()
-        assert done.status in (1, 3) and "CUDA device 0 is held by run racer" in done.output, done.output
-    for winner in (racer for racer in both if racer not in losers):
-        assert winner.await_line(TRAINS).send(signal.SIGINT).end().status == 130
     assert run_processes(cluster) == []

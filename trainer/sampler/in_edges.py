@@ -140,7 +140,11 @@ class _InEdges:
         new = new[: self._tables.table(of).relabel(ids, len(self._ids), local, new)]
         if len(new):
             known, none = self._known, np.full(len(new), -1)
-            degree = access.gather([RowRequest(of, new, ("in_degree",))])[0]["in_degree"]
+            try:
+                degree = access.gather([RowRequest(of, new, ("in_degree",))])[0]["in_degree"]
+            except BaseException:
+                self._clear()  # the table has numbers for these nodes, which others would get, too
+                raise
             self._ids = np.concatenate([self._ids, new])
             self._known = known._replace(
                 begin=np.concatenate([known.begin, none]),

@@ -13,8 +13,10 @@ from hypothesis.extra import numpy as arrays
 
 from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
 from trainer.core.batch_cost import Cost
-from trainer.core.errors import ServiceError, WireError
+from trainer.core.errors import ServiceError, SettingsError, WireError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
+from trainer.graph.seed_order import RankLayout
+from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.sampler.subgraph_sampler import BatchWork, SampledBatch, SubgraphSampler
 from trainer.sampler.types import EdgeRanges as Places
 from trainer.sampler.types import EdgeSet, NodeSet, SampledSubgraph, SampleSettings, SeedSet, TimeRule
@@ -260,3 +262,13 @@ def test_a_batch_of_other_seeds_is_refused(graphs) -> None:
     ):
         with pytest.raises(WireError, match=cause):
             BatchRequest(other, ME).read_reply(reply)
+
+
+@pytest.mark.parametrize("change", [lambda time: time - 0.5, lambda time: time[:, None]])
+def test_times_of_seeds_are_whole_numbers_one_for_each(change) -> None:
+    # -0.5 would become 0, and the seed would see edges of its future; NaN would become the earliest time of all.
+    data = homo_data()
+    data.time = change(data.time)
+    settings = LoaderSettings("train", (2,), 4, time_attr="edge_time")
+    with pytest.raises(SettingsError, match=r"times 'time' of node are .*; expected one integer per node"):
+        BatchLoader(parts_of(data, 1), settings, 0, RankLayout.single(1))

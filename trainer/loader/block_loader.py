@@ -28,7 +28,7 @@ from trainer.loader.arguments import time_and_top
 from trainer.sampler.multi_hop import block_edges, cut_block
 from trainer.sampler.rule_types import Rule
 from trainer.sampler.rules import check_rule, num_requests, rule_edges, without_silent
-from trainer.sampler.settings import check_settings
+from trainer.sampler.settings import check_settings, check_times
 from trainer.sampler.subgraph_sampler import SampledBatch, SubgraphSampler
 from trainer.sampler.types import RowRequest, SampledSubgraph, SampleSettings, SeedSet
 from trainer.store.manifest import LOOPLESS_DEGREE, AttrSpec, Manifest
@@ -313,6 +313,7 @@ def timed_seeds(graph: Graph, settings: LoaderSettings, seeds: Ids, trees: Ids) 
     name = settings.time_attr if settings.time_attr in attrs else "time"
     if name not in attrs:
         raise SettingsError(f"time_attr: the seeds' node type {of!r} has no attribute {settings.time_attr!r}")
+    check_times(name, of, attrs[name])
     (rows,) = graph.access.gather([RowRequest(of, seeds, (name,))])
     return SeedSet({of: seeds}, {of: trees}, {of: rows[name].astype(np.int64)})
 

@@ -12,7 +12,7 @@ from trainer.core.errors import PartitionError, SettingsError
 from trainer.core.schema import AnyType, EdgeType, NodeType, type_name
 from trainer.sampler.rules import MOST_CHOSEN, check_rule, rule_edges
 from trainer.sampler.types import GraphSchema, SampleSettings, TimeRule
-from trainer.store.manifest import LOOPLESS_DEGREE, EdgeSpec, NodeSpec
+from trainer.store.manifest import LOOPLESS_DEGREE, AttrSpec, EdgeSpec, NodeSpec
 from trainer.store.part_store import PartStore
 
 _FANOUT_LIMIT = 2**31  # counts are int32
@@ -92,11 +92,7 @@ def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
         known = _names(schema.edges) if rule.on == "edge" else _names(schema.nodes)
         raise SettingsError(f"no {rule.on} type has the time attribute {rule.attr!r}; attributes are {known}")
     for name, spec in specs.items():
-        if len(spec.shape) != 1 or spec.stored.kind not in "iu" or spec.dtype in ("uint64", "bfloat16"):
-            raise SettingsError(
-                f"times {rule.attr!r} of {name} are {spec.dtype} {list(spec.shape)};"
-                f" expected one integer per {rule.on} (int64 or narrower)"
-            )
+        check_times(rule.attr, name, spec, rule.on)
     if rule.on == "edge":
         return
     # Without the times of sources, sampling would raise no error and ignore the times.
@@ -107,6 +103,14 @@ def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
                 f" make the partition again with dataset option time_attrs: partition make --option"
                 f" time_attrs={rule.attr} (data.options.time_attrs: {rule.attr} in a cluster file)"
             )
+
+
+def check_times(attr: str, of: str, spec: AttrSpec, on: str = "node") -> None:
+    if len(spec.shape) != 1 or spec.stored.kind not in "iu" or spec.dtype in ("uint64", "bfloat16"):
+        raise SettingsError(
+            f"times {attr!r} of {of} are {spec.dtype} {list(spec.shape)};"
+            f" expected one integer per {on} (int64 or narrower)"
+        )
 
 
 def _names(specs: Mapping[NodeType, NodeSpec] | Mapping[EdgeType, EdgeSpec]) -> list[str]:

@@ -164,6 +164,11 @@ def test_invalid_endpoints_are_refused(endpoint):
         trainer.connect(endpoint)
 
 
+def test_a_host_name_that_cannot_be():
+    with pytest.raises(ServiceError, match="graph server at tcp://gpu1..lan:29601: no answer within"):
+        trainer.connect("tcp://gpu1..lan:29601", deadline=1)
+
+
 def test_a_missing_key_file(tmp_path):
     with pytest.raises(
         ServiceError, match=r"none.key cannot be read: No such file or directory; .*`gnnfleet serve key"

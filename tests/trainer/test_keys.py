@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 
@@ -67,6 +68,7 @@ def test_files_with_several_keys_and_damaged_files(guarded) -> None:
     folder.mkdir()
     (folder / "broken.key").write_bytes(b"\xff\xfe short\n" + b"x" * 100)
     (folder / "folder.key").mkdir()
+    os.mkfifo(folder / "a_pipe.key")  # opening it would block
     (folder / "notes.txt").write_text(two.public)
     (folder / "several.key").write_text(f"\n{one.public}\r\n\nshort\n")
     assert is_admitted(server.endpoint, one, deadline=20) and not is_admitted(server.endpoint, two)
@@ -86,6 +88,12 @@ def test_a_notebooks_key_file_contains_the_endpoints(tmp_path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_key_file(path) == keys
     assert set(json.loads(path.read_text())) == {"public", "secret", "server", "endpoints", "name"}
+
+
+def test_a_pipe_is_no_key_file(tmp_path) -> None:
+    os.mkfifo(tmp_path / "service.key", 0o600)
+    with pytest.raises(ServiceError, match="cannot be read: it is not a regular file"):
+        read_key_file(tmp_path / "service.key")
 
 
 @pytest.mark.parametrize("server", ["short", 5, "\u00e9" * 40])

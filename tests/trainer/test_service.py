@@ -364,9 +364,10 @@ def test_port_in_use_is_one_clear_message(server) -> None:
     with pytest.raises(ServiceError, match="tcp://127.0.0.1:.* is in use by another process"):
         with serving(endpoint=server.endpoint):
             pass
-    with pytest.raises(ServiceError, match="cannot listen at tcp://203.0.113.1:5555"):
-        with serving(endpoint="tcp://203.0.113.1:5555"):
-            pass
+    for address in ("203.0.113.1", "gpu1..lan"):
+        with pytest.raises(ServiceError, match=f"cannot listen at tcp://{address}:5555"):
+            with serving(endpoint=f"tcp://{address}:5555"):
+                pass
 
 
 def test_stop_frees_the_port_at_once(server) -> None:

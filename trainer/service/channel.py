@@ -259,7 +259,7 @@ class Channel:
         except (ssl.SSLError, ConnectionResetError, EOFError) as error:
             refused = self._context is not None and self._at in (_State.HANDSHAKE, _State.WELCOME)
             self._fail(_REFUSED if refused else self._keep_refusal("connection lost"), error)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # UnicodeError: ``a..b`` is no name of a host
             self._fail(self.state, error)
         if self._at not in (_State.DOWN, _State.UP) and time.monotonic() - self._began > _CONNECT_TIME:
             self._fail(self.state, None)

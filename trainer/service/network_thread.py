@@ -502,7 +502,7 @@ def bound_listener(endpoint: str) -> tuple[socket.socket, str]:
             None if bare == "*" else bare, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: ``a..b`` is no name of a host
         raise ServiceError(_bind_failed(endpoint, error)) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -515,7 +515,8 @@ def bound_listener(endpoint: str) -> tuple[socket.socket, str]:
     return listener, f"tcp://{host}:{listener.getsockname()[1]}"
 
 
-def _bind_failed(endpoint: str, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
+def _bind_failed(endpoint: str, error: OSError | UnicodeError) -> str:
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return f"graph server: {endpoint} is in use by another process; end it or choose another port"
-    return f"graph server: cannot listen at {endpoint}: {error.strerror}; is it an address of this host?"
+    why = error.strerror if isinstance(error, OSError) else "no host has such a name"
+    return f"graph server: cannot listen at {endpoint}: {why}; is it an address of this host?"

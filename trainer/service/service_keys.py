@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.core.errors import ServiceError
-from trainer.core.files import parse_json
+from trainer.core.files import parse_json, read_regular
 
 _GUESTS = "clients"
 
 _REREAD = 0.5  #: seconds between reads of the folder of admitted certificates
 
-_MAX_GUEST_FILE = 1 << 20  #: bytes
+_MAX_KEY_FILE = 1 << 20  #: bytes
 
 _MAX_CERTIFICATE = 1 << 14  #: characters
 
@@ -112,7 +112,7 @@ def _guest_certificates(folder: Path | None) -> set[str]:
     found: set[str] = set()
     for path in sorted(folder.glob("*.key")) if folder is not None else ():
         try:
-            lines = path.read_bytes()[:_MAX_GUEST_FILE].decode("ascii", "replace").split()
+            lines = read_regular(path, _MAX_KEY_FILE).decode("ascii", "replace").split()
         except OSError as error:  # just removed, or not readable
             print(f"key file {path} of a client cannot be read: {error.strerror}", file=sys.stderr, flush=True)
             continue
@@ -139,7 +139,7 @@ def read_key_file(path: str | Path) -> ServiceKeys:
     path = Path(path)
     try:
         mode = path.stat().st_mode & 0o777
-        text = path.read_text()
+        text = read_regular(path, _MAX_KEY_FILE).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ServiceError(

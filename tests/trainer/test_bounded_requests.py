@@ -9,6 +9,8 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,17 +18,21 @@ import pytest
 
 from partitions import random_graph, store_of
 from service_kit import client_of, serving
-from trainer.core.errors import ServiceError
+from trainer.core.errors import ServiceError, WireError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.in_edges import InEdgesOf
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.requests import Gather
-from trainer.sampler.subgraph_sampler import BatchWork
+from trainer.sampler.rule_types import PPR, Walks
+from trainer.sampler.rules import MOST_CHOSEN
+from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
 from trainer.sampler.types import HopRequest, HopSample, RowRequest, SampleSettings, SeedSet
 from trainer.service import handlers
 from trainer.service.handlers import BoundedGraph
 from trainer.service.messages import BatchRequest, ClientName
 from trainer.service.stream import SCRATCH, MessageReader
+from trainer.wire.frames import SMALL
 from waiting import wait_until
 
 NODES = 300
@@ -71,6 +77,13 @@ def test_a_few_bytes_do_not_allocate_what_they_announce() -> None:
     assert [bytes(frame) for frame in message.frames] == [sent[:200_000], sent]
 
 
+def test_many_small_frames_are_refused_before_they_are_read() -> None:
+    # Of a message, arrays of so few bytes are in the first frame. A frame of one byte takes a hundred.
+    reader = MessageReader(1 << 20)
+    with pytest.raises(WireError, match="a frame after the first has 1 bytes"):
+        reader.read(_source(struct.pack("<I3Q", 3, 100, SMALL + 1, 1)))
+
+
 def _source(data: bytes) -> Any:
     rest = memoryview(data)
 
@@ -97,6 +110,8 @@ def test_many_records_about_the_same_nodes_are_refused_at_once(graph: LocalGraph
             client.sample_hops([HopRequest(HOMO_EDGE, nodes, 0, 0, 1)] * 30)
         with pytest.raises(ServiceError, match="ask for fewer"):  # rows without values
             client._submit(Gather([RowRequest(HOMO_NODE, nodes, ("nothing",) * 100)])).result()
+        with pytest.raises(ServiceError, match="ask for fewer"):  # nothing of many nodes, again and again
+            client._submit(Gather([RowRequest(HOMO_NODE, nodes, ())] * 100)).result()
         with pytest.raises(ServiceError, match="fewer pairs"):
             client.has_edges(HOMO_EDGE, *[np.zeros(6 << 20, np.int64)] * 2)
     assert counted.asked == []
@@ -128,6 +143,71 @@ def test_conditions_do_not_hide_work(graph: LocalGraph, monkeypatch: pytest.Monk
     assert counted.asked == []
     bounded = BoundedGraph(counted, counted, 1 << 30, lambda: True)
     assert bounded.sample_hops([HopRequest(HOMO_EDGE, nodes[:100], 1, 0, 1)])[0].counts.sum() == 100
+
+
+def test_excluded_edges_do_not_hide_work(graph: LocalGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    # They are sorted again for each hop, and for each few seeds of a rule.
+    monkeypatch.setattr(handlers, "MAX_LOOKS", 20_000)
+    counted, schema = Counted(graph), graph.store.manifest
+    pairs = np.ones(1000, np.int64), np.arange(1000) % NODES
+    seeds = SeedSet({HOMO_NODE: np.array([0])}, exclude={HOMO_EDGE: pairs})
+    for settings in (
+        SampleSettings({HOMO_EDGE: (1, 2, 3)}),
+        SampleSettings({HOMO_EDGE: (1, 1)}, rule=PPR(eps=1e-5)),
+    ):
+        bounded = BoundedGraph(DistGraph(counted, {}), counted, 1 << 30, lambda: True)
+        sampler = SubgraphSampler(bounded, schema, settings, {}, in_edges=InEdgesOf(graph.store))
+        with pytest.raises(ServiceError, match="looks at more than 20000 edges"):
+            sampler.subgraph(seeds, 1)
+    assert len(counted.asked) <= 1
+
+
+@pytest.fixture(scope="module")
+def sparse() -> LocalGraph:
+    return LocalGraph(store_of(random_graph(5, NODES, 2 * NODES)[0], NODES, 2))
+
+
+def test_neighbours_that_a_rule_chooses_count(sparse: LocalGraph) -> None:
+    schema, seeds = sparse.store.manifest, SeedSet({HOMO_NODE: np.arange(2000) % NODES})
+    for rule in (PPR(eps=0.01), Walks(num_walks=2, length=2)):
+        settings = SampleSettings({HOMO_EDGE: (MOST_CHOSEN,)}, rule=rule)
+        for limit, refused in ((100_000, True), (1 << 30, False)):
+            bounded = BoundedGraph(DistGraph(sparse, {}), sparse, limit, lambda: True)
+            sampler = SubgraphSampler(bounded, schema, settings, {}, in_edges=InEdgesOf(sparse.store))
+            tracemalloc.start()
+            try:
+                with pytest.raises(ServiceError, match="over the limit") if refused else nullcontext():
+                    found = sampler.subgraph(seeds, 1)
+                    assert 2000 < len(found.edges[HOMO_EDGE].src) < 2000 * 250
+                assert tracemalloc.get_traced_memory()[1] < 2000 * MOST_CHOSEN * 8  # no table of seeds and neighbours
+            finally:
+                tracemalloc.stop()
+
+
+def test_a_request_that_fails_does_not_mix_up_the_nodes_of_later_ones(sparse: LocalGraph) -> None:
+    # Rows of in-edges are kept for all requests of a server. The connection of one is closed while it numbers nodes.
+    class Access(DistGraph):
+        fails = True
+
+        def gather(self, requests: Sequence[RowRequest]) -> Any:
+            if self.fails:
+                raise ServiceError("the connection was closed")
+            return super().gather(requests)
+
+    access = Access(sparse, {})
+    part = replace(sparse.store, parts={0: sparse.store.parts[0]})  # as on one of two hosts
+
+    def sampler() -> SubgraphSampler:
+        settings = SampleSettings({HOMO_EDGE: (20,)}, rule=PPR(eps=0.01))
+        return SubgraphSampler(access, sparse.store.manifest, settings, {}, in_edges=InEdgesOf(part))
+
+    kept, seeds = sampler(), SeedSet({HOMO_NODE: np.arange(5)})
+    with pytest.raises(ServiceError, match="closed"):
+        kept.subgraph(SeedSet({HOMO_NODE: np.arange(50, 150)}), 1)
+    Access.fails = False
+    expected, found = sampler().subgraph(seeds, 1), kept.subgraph(seeds, 1)
+    np.testing.assert_array_equal(found.nodes[HOMO_NODE].ids, expected.nodes[HOMO_NODE].ids)
+    np.testing.assert_array_equal(found.edges[HOMO_EDGE].src, expected.edges[HOMO_EDGE].src)
 
 
 @pytest.mark.parametrize("more", [{}, {"weight": "w"}, {"with_edge": True}, {"sources": np.arange(0, NODES, 2)}])

@@ -25,6 +25,8 @@ _MAX_ROWS = 1 << 25  #: nodes, excluded edges and allowed sources of all sample 
 
 _MAX_FANOUT = (1 << 31) - 1  # counts are int32
 
+PAIR_LOOKS = 16  #: a pair of nodes whose edges are excluded takes as long as a look at so many edges: it is sorted
+
 _ROWS: Body[list[dict[str, Column]]] = Body(list[dict[str, Column]])
 
 Places = Mapping[int, Array]  #: what a host answers of each array of ``GraphRequest.owned``: index -> positions
@@ -302,8 +304,8 @@ class GraphAccess(Protocol):
         """
         return self.ask(Endpoints(edge_type, edges))
 
-    def look(self, edges: int) -> None:
-        """Tell that so many edges were looked at without a request, for an access that limits them."""
+    def look(self, edges: int, chosen: int = 0) -> None:
+        """Tell an access that has limits how many edges were looked at, and neighbours chosen, without a request."""
         return
 
 

@@ -12,13 +12,15 @@ from trainer.core.rng import GOLDEN, fractions, hashed
 from trainer.core.schema import EdgeType, NodeType, edge_salt
 from trainer.sampler.in_edges import InEdgesOf, Walked
 from trainer.sampler.push_kernels import UNIT, count_visits, push
-from trainer.sampler.requests import GraphAccess
+from trainer.sampler.requests import PAIR_LOOKS, GraphAccess
 from trainer.sampler.rule_types import PPR
 from trainer.sampler.rules import metapath_of, walked_edges
 from trainer.sampler.settings import bound_here
 from trainer.sampler.types import GraphSchema, HopRequest, HopSample, RowRequest, SampleSettings, TimeBound
 
 _SEEDS_AT_ONCE = 256  #: of one call of a kernel: bounds its memory, and the time until a closed connection is noticed
+
+_CHOSEN_AT_ONCE = 1 << 19  #: neighbours for which there is room at once
 
 _STEPS_AT_ONCE = 1 << 18  #: visits of walks in memory
 
@@ -44,13 +46,16 @@ class RuledHops:
         answers: dict[EdgeType, HopSample] = {}
         for target in dict.fromkeys(one.edge_type[2] for one in requests):  # all of its requests have the same nodes
             same = [one for one in requests if one.edge_type[2] == target]
-            found = [np.concatenate(arrays) for arrays in zip(*choose(same), strict=True)]
-            for number, one in enumerate(same):
-                ids, scores, hops, counts = (array[:, number] for array in found)
-                taken = np.arange(ids.shape[1]) < counts[:, None]
-                answers[one.edge_type] = HopSample(
-                    counts, ids[taken], None, scores[taken].astype(np.float32), hops[taken]
-                )  # fmt: skip
+            found: list[list[tuple[Array, ...]]] = [[] for _ in same]
+            for ids, scores, hops, counts in choose(same):
+                self.access.look(0, int(counts.sum()))
+                taken = np.arange(ids.shape[2]) < counts[:, :, None]
+                for number, own in enumerate(found):
+                    of_seed = (each[:, number][taken[:, number]] for each in (ids, scores, hops))
+                    own.append((counts[:, number], *of_seed))
+            for one, own in zip(same, found, strict=True):
+                counts, ids, scores, hops = map(np.concatenate, zip(*own, strict=True))
+                answers[one.edge_type] = HopSample(counts, ids, None, scores.astype(np.float32), hops)
         return [answers[one.edge_type] for one in requests]
 
     def _highest_rank(self, requests: Sequence[HopRequest]) -> Iterator[Chosen]:
@@ -58,14 +63,17 @@ class RuledHops:
         assert isinstance(rule, PPR)
         edges = self.in_edges(Walked(tuple(walked_edges(rule, self.schema)), settings.weight, settings.time))
         types, sources = list(self.schema.nodes), [one.edge_type[0] for one in requests]
+        excluded = sum(len(targets) for targets, _ in self.exclude.values())
         column = np.array([sources.index(of) if of in sources else -1 for of in types])
         bounds = np.empty(0, np.int64) if first.bound is None else first.bound.times
         bits = _FIRST_BITS
-        for begin in range(0, max(1, len(first.nodes)), _SEEDS_AT_ONCE):
-            nodes, until = (each[begin : begin + _SEEDS_AT_ONCE] for each in (first.nodes, bounds))
+        at_once = max(1, min(_SEEDS_AT_ONCE, _CHOSEN_AT_ONCE // (len(requests) * first.fanout)))
+        for begin in range(0, max(1, len(first.nodes)), at_once):
+            nodes, until = (each[begin : begin + at_once] for each in (first.nodes, bounds))
             chosen, open_ = _room(len(nodes), len(requests), first.fanout), np.arange(len(nodes))
             begins = begin == 0
             while len(open_):
+                self.access.look(PAIR_LOOKS * excluded)
                 rows, hidden, roots, ids = edges.view(
                     self.access, first.edge_type[2], nodes[open_], begins, self.exclude
                 )
@@ -103,7 +111,7 @@ class RuledHops:
             seeds = np.repeat(request.nodes[at], rule.num_walks)
             times = None if request.bound is None else np.repeat(request.bound.times[at], rule.num_walks)
             visits, hops = self._walk(request, seeds, keys[at], times)
-            chosen = _room(len(request.nodes[at]), 1, request.fanout)
+            chosen = _room(len(request.nodes[at]), 1, min(request.fanout, visits.shape[1]))
             flat = [each.reshape(len(each), *each.shape[2:]) for each in chosen]  # one column
             count_visits(read_only(request.nodes[at]), visits, hops, rule.loops, *flat)
             yield chosen

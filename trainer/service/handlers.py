@@ -17,6 +17,7 @@ from trainer.core.schema import EdgeType
 from trainer.sampler.in_edges import InEdgesOf
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.requests import (
+    PAIR_LOOKS,
     Endpoints,
     Gather,
     GraphAccess,
@@ -62,6 +63,8 @@ _NODE_BYTES = 12  # bytes of a node of a request for neighbours: its degree, and
 
 _LEAST_ROW = 8  # bytes that a row counts at least, as even rows without values take time
 
+_CHOSEN_BYTES = 17  # bytes of a neighbour that a rule has chosen: id, score, distance and batch position
+
 _IN_BATCH = 16  # bytes per edge of a batch, besides ids: batch position, id and tree of a node that may be new
 
 
@@ -85,6 +88,7 @@ class BoundedGraph(GraphAccess):
     def sample_hops(self, requests: Sequence[HopRequest]) -> list[HopSample]:
         bytes_of_nodes = _NODE_BYTES * sum(len(request.nodes) for request in requests)
         self._check(bytes_of_nodes)
+        self.look(PAIR_LOOKS * sum(len(request.exclude[0]) for request in requests if request.exclude is not None))
         looks = [self._looks_of(request) for request in requests]
         self._check(bytes_of_nodes + sum(map(self._most_bytes, requests, looks)))
         self._looks += sum(int(each.sum()) for each in looks if each is not None)
@@ -103,9 +107,11 @@ class BoundedGraph(GraphAccess):
         if isinstance(self._served, LocalGraph):
             total, limit = 0, self._limit - self._used
             for request in requests:
+                width = 0
                 for name in request.attrs:
                     dtype, shape = row_spec(self._served.store, request.of, name)
-                    total += len(request.ids) * max(math.prod(shape) * dtype.itemsize, _LEAST_ROW)
+                    width += max(math.prod(shape) * dtype.itemsize, _LEAST_ROW)
+                total += len(request.ids) * max(width, _LEAST_ROW)  # ids are looked up, even without attributes
             if total > limit:
                 raise ServiceError(
                     f"the answer takes {total} bytes, over the limit of {limit}; ask for fewer nodes at once"
@@ -127,7 +133,8 @@ class BoundedGraph(GraphAccess):
             )
         return self._graph.endpoints(edge_type, edges)
 
-    def look(self, edges: int) -> None:
+    def look(self, edges: int, chosen: int = 0) -> None:
+        self._used += chosen * (_CHOSEN_BYTES + self._in_batch)
         self._check(0)
         self._looks += edges
         if self._looks > MAX_LOOKS:

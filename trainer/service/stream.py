@@ -20,7 +20,7 @@ import numpy as np
 
 from trainer.core.arrays import Array
 from trainer.core.errors import WireError
-from trainer.wire.frames import MAX_ARRAYS, VERSION
+from trainer.wire.frames import MAX_ARRAYS, SMALL, VERSION
 
 MAX_FRAMES = MAX_ARRAYS + 1
 
@@ -148,6 +148,8 @@ class MessageReader:
                     raise WireError(f"more than {_MAX_PINGS} pings arrived in a short time")
             elif len(self._head) == 4 + 8 * self._count:
                 self._sizes = list(struct.unpack_from(f"<{self._count}Q", self._head, 4))
+                if min(self._sizes[1:], default=SMALL + 1) <= SMALL:  # would take far more memory than bytes
+                    raise WireError(f"a frame after the first has {min(self._sizes[1:])} bytes, expected over {SMALL}")
                 self._head.clear()
                 self._frames, self._size = [], sum(self._sizes)
                 self._next_frame()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from launcher.config.schema import RunConfig
-from launcher.errors import FleetError
+from launcher.errors import FleetError, SessionExists
 from launcher.node.json_reader import records
 from launcher.node.json_records import EVENT, METRIC
 from launcher.plan.model import LaunchPlan, NodePlan
@@ -464,7 +464,8 @@ class RunFollower:
         self._check_unreachable(now)
 
         # Start new supervisors on lost nodes that can be reached, if the run has gone on without them.
-        goes_on = self.limits.restarts and not (self._stop_reason or self._failing or self.report.results)
+        over = any(not result.get("left") for result in self.report.results.values())
+        goes_on = self.limits.restarts and not (self._stop_reason or self._failing or over)
         if not goes_on or time.monotonic() - self._last_end < _RETURN_AFTER:
             return
         for k, lost in self.report.lost.items():
@@ -527,6 +528,8 @@ class RunFollower:
         node, why = self._nodes[k].plan, ""
         try:
             return_session(self.transports[k], node, start_timeout=self.limits.start_timeout)
+        except SessionExists:  # an earlier return has started it, and the connection broke before the answer
+            why = ""
         except FleetError as error:
             why = str(error).removeprefix(f"{node.label}: ")
         except Exception as error:  # without a message the node would never be tried again

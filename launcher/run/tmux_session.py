@@ -148,8 +148,13 @@ def _await_supervisor(transport: Transport, node: NodePlan, session: Session, st
     raise SessionError(f"{node.label}: {_why_not_started(transport, node, late, start_timeout)}")
 
 
-#: Prepares the run folder $1 of a node for a supervisor that takes part in the next restart of the run.
-_RETURN = 'cd "$1" && mv -f state.json returns.json && rm -f control/stop'
+#: Prepares the run folder $1 of a node for a supervisor that takes part in the next restart of the run. If an earlier
+#: return has failed after that, returns.json is there already.
+_RETURN = """
+cd "$1" || exit
+[ ! -e state.json ] && [ -e returns.json ] || mv -f state.json returns.json || exit
+rm -f control/stop
+"""
 
 
 def return_session(transport: Transport, node: NodePlan, *, start_timeout: float) -> None:

@@ -390,6 +390,50 @@ def test_a_node_whose_return_failed_is_tried_again(
     assert scene.output.count("could not be started again") == 1, "each reason is said once"
 
 
+def test_a_node_that_an_unanswered_return_has_started_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Exception] = [ConnectionLost("connection lost"), SessionExists("node1: tmux session exists")]
+    returned = threading.Event()
+
+    def return_session(transport: FakeNode, node: Any, *, start_timeout: float) -> None:
+        if len(answers) == 1:
+            returned.set()
+        raise answers.pop(0)
+
+    for name in ("_RETURN_AFTER", "_RETURN_AGAIN"):
+        monkeypatch.setattr(follow_module, name, 0.1)
+    monkeypatch.setattr(follow_module, "return_session", return_session)
+    going = state(generation=1, restarts=[{}], gone={"1": {}}, hub=0)
+    lead = FakeNode(0, [going, returned, lambda: time.sleep(0.5), ended(0, more={"generation": 1, "gone": {}})])
+    lost = line(lost={"reason": "the supervisor is gone", "state": None})
+    scene = Scene(tmp_path, lead, FakeNode(1, [state(), lost], [state("waiting"), returned, ended(1)]), restarts=3)
+    assert set(scene.follow().results) == {0, 1} and not answers
+
+
+def test_a_node_is_started_again_after_another_has_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[str] = []
+    returned = threading.Event()
+
+    def return_session(transport: FakeNode, node: Any, *, start_timeout: float) -> None:
+        tries.append(node.label)
+        returned.set()
+
+    monkeypatch.setattr(follow_module, "_RETURN_AFTER", 0.1)
+    monkeypatch.setattr(follow_module, "return_session", return_session)
+    going = state(generation=1, restarts=[{}], gone={"1": {}, "2": {}}, hub=0)
+    lead = FakeNode(0, [going, returned, lambda: time.sleep(0.3), ended(0, more={"generation": 1, "gone": {"1": {}}})])
+    alone = ended(1, "failed", {"left": True, "restarts": [], "generation": 0})
+    lost = line(lost={"reason": "the supervisor is gone", "state": None})
+    later = [state(), lambda: time.sleep(0.4), lost]
+    scene = Scene(
+        tmp_path, lead, FakeNode(1, [state(), alone]), FakeNode(2, later, [state("waiting"), returned, ended(2)]),
+        restarts=3,
+    )  # fmt: skip
+    scene.follow(), returned.wait(5.0)
+    assert [*map(str, tries)] == [scene.plan.nodes[2].label]
+
+
 def test_losing_all_connections_after_an_expendable_node_ended_detaches(tmp_path: Path) -> None:
     hub = FakeNode(0, [state(spare=[], gone={"1": {}}), lambda: time.sleep(0.3), BROKEN])
     scene = Scene(tmp_path, hub, FakeNode(1, [ended(1, "failed", failed=True)]), lost_after=0.4)

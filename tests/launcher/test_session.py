@@ -15,7 +15,7 @@ from launcher.command import Command, render
 from launcher.errors import SessionError, SessionExists
 from launcher.node import control
 from launcher.plan.model import NodePlan
-from launcher.run.tmux_session import start_session, stop_session
+from launcher.run.tmux_session import return_session, start_session, stop_session
 from launcher.transport.local import LocalTransport
 from node_kit import PYTHON, ROOT, SUPERVISOR, RunFolder, python
 from waiting import wait_until
@@ -186,3 +186,16 @@ def test_stop_without_a_run_folder(make: Make) -> None:
     (folder.path / "node.json").unlink()
     with pytest.raises(SessionError, match="could not stop the run on this node: control: no run in"):
         stop_session(LOCAL, plan, timeout=5)
+
+
+def test_a_supervisor_is_started_again_after_a_start_that_failed(make: Make) -> None:
+    folder, plan = make()
+    (folder.path / "state.json").write_text("{}")
+    start = (folder.path / "start.sh").read_text()
+    (folder.path / "start.sh").write_text("echo the disk of the environment is not mounted yet >&2; exit 1")
+    with pytest.raises(SessionError, match="not mounted yet"):
+        return_session(LOCAL, plan, start_timeout=10)
+    (folder.path / "start.sh").write_text(start)
+    return_session(LOCAL, plan, start_timeout=10)
+    wait_until(folder.says("rank0", "up"))
+    stop_session(LOCAL, plan, timeout=10)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launcher.node import leases
 from restart_kit import RestartRun, await_attempt, restarts
 from waiting import stretched, wait_until
 
@@ -223,3 +224,14 @@ def _ranks_of(run: RestartRun, k: int) -> list[int]:
     wait_until(lambda: restarts(run.nodes[k]))
     found: list[int] = restarts(run.nodes[k])[0]["ranks"][str(k)]
     return found
+
+
+def test_a_node_whose_devices_are_taken_when_it_returns_leaves_the_run_to_the_others(
+    tmp_path: Path, make: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GNNFLEET_LEASES", str(tmp_path / "leases"))
+    node = make(2, leases=["cuda:0"]).nodes[1]
+    (node.path / "returns.json").write_text('{"generation": 0}')
+    assert leases.take(["cuda:0"], leases.this_process("other", 0)) == []
+    result = node.run()
+    assert result["state"] == "failed" and "is held by run other" in result["reason"] and result["left"]

@@ -191,12 +191,12 @@ class Supervisor:
         Called if the earlier supervisor ended without a result, for instance because the host was switched off.
         """
         end = Ended("failed", "its supervisor had ended, and was started again")
+        self.restarts.left = True
         try:
             self.take_leases()
         except Ended as ended:
             return ended
         end_processes([], self.book, self.token, 0.0, self.idle)
-        self.restarts.left = True
         if not self.restarts.visit(self.spec, self.peers):
             return end
         end = self.await_decision(end, "waiting")

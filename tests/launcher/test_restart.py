@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from launcher.node.child_process import Loop
 from launcher.node.environment import process_environment, rank_environments
-from launcher.node.peers.hub import KILLED
+from launcher.node.peers.hub import KILLED, Hub
 from launcher.node.peers.model import make_cause
 from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor.attempt import archive, cluster_file, newest_checkpoint, next_spec, parts_on_disk
+from launcher.node.supervisor.rendezvous import _Rendezvous
 from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, words
 
 SILENT = "no sign of life for 6 s (run.peer_timeout); its machine or its network is down"
@@ -153,6 +156,22 @@ def test_one_of_several_nodes_may_go_on_alone(how: str) -> None:
         standings = {k: standing(parts=(0, 1, 2), stepped=False) for k in (0, 1)}
         found = decided(standings, lost={2: SILENT})
     assert found["restart"]
+
+
+def test_a_node_that_still_reads_its_checkpoint_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop()
+    hub = Hub(SPEC, loop)
+    meeting = _Rendezvous(SPEC, SPEC, loop, hub, killed(), {"records": [], "gone": {}})
+    hub.cause = killed()
+    for member in hub.members.values():
+        member.heard = time.monotonic()
+    hub.members[2].standing, hub.members[1].state = SHARED[2].to_json(), "deciding"
+    began = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 60.0)
+    assert meeting.look(SHARED[0]) is None, "its processes have ended"
+    hub.members[1].state = "stopping"
+    decision = meeting.look(SHARED[0])
+    assert decision is not None and decision["nodes"] == [0, 2]
 
 
 def test_a_node_that_comes_back_has_its_parts_again() -> None:

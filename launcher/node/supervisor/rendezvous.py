@@ -27,6 +27,8 @@ _TRY_FOR = 3.0  # seconds in which another node must answer a node that was cut 
 
 _ENDING = 10.0  # seconds beyond the grace in which the nodes end their processes and read their checkpoints
 
+_READING = 600.0  # seconds for a node that has ended its processes and still reads a large checkpoint
+
 
 def connect(spec: NodeSpec, loop: Loop) -> Peers:
     """Make this node's connection to the other supervisors: as hub, as member, or as the only node of the run."""
@@ -120,8 +122,9 @@ class _Rendezvous:
     # With this node as the hub.
 
     def _as_hub(self, peers: Hub, standing: Standing) -> Decision | None:
-        late = time.monotonic() - self._began > self._spec.grace + self._spec.peer_timeout + _ENDING
-        if peers.awaited() and not late:
+        limit = self._spec.grace + self._spec.peer_timeout + _ENDING
+        states = {peers.members[k].state for k in peers.awaited()}
+        if states and time.monotonic() - self._began < (limit + _READING if "deciding" in states else limit):
             return None
         decision = {**decide(self._end(peers, standing), time.time()), **self._history}
         if self.trouble:

@@ -131,6 +131,15 @@ def test_a_failure_is_told_and_a_message_that_did_not_arrive_is_a_finding(folder
     assert result["findings"][0]["text"].startswith("the message `failure` did not arrive: $NO_HOOK: the variable")
 
 
+def test_a_message_that_is_still_being_sent_outlives_the_ranks(folder: MakeFolder, tmp_path: Path) -> None:
+    send = f"touch {tmp_path}/go; sleep 0.7; cat >> {tmp_path}/got"
+    run = folder(notify=[f"sh -c '{send}'"], notify_on=["nan"])
+    result = run.rank(python(RESULT.replace('"go"', f'"{tmp_path}/go"'))).run()
+    assert [one["kind"] for one in result["findings"]] == ["nan"]
+    wait_until((tmp_path / "got").exists)
+    assert json.loads((tmp_path / "got").read_text())["event"] == "nan"
+
+
 def kill_lead(run: Run) -> None:
     lead = run.nodes[0].supervisor
     assert lead is not None

@@ -35,6 +35,8 @@ _AT_THE_END = 5.0  # seconds in which the last message should arrive before the 
 
 _LEAVING = 45.0  # seconds that a supervisor stays for messages that still wait for an answer
 
+_MARK = "GNNFLEET_NOTIFIER"
+
 _SPLITS = ("train_", "val_", "test_")
 
 _TAIL = 1 << 16  # bytes at the end of the metrics in which the result stands
@@ -47,6 +49,8 @@ class Notifier(Observer):
 
     def __init__(self, *of_node: Any) -> None:
         super().__init__(*of_node)
+        self._mark = procs.node_token(self.first.token, self.first.node_rank)
+        self.mark = f"{_MARK}={self._mark}"
         self._sending: list[tuple[str, Child]] = []  # event and process of each message under way
         self._told: set[tuple[str, Any]] = set()
         self._told_until = 0.0  # time of the last restart: findings before it have been told
@@ -135,7 +139,8 @@ class Notifier(Observer):
         argv = [sys.executable, str(Path(notify.__file__).resolve())]
         for target in spec.notify:
             request = {"targets": [target], "message": message, "env": command.get("env", {}), "pauses": _PAUSES}
-            env = {**os.environ, notify.NOTICE: json.dumps(request)}  # not in argv, which all users can read
+            # not in argv, which all users can read
+            env = {**os.environ, notify.NOTICE: json.dumps(request), _MARK: self._mark}
             env.pop(procs.TOKEN, None)  # the end of an attempt is not its end
             try:
                 child = Child("notify", argv, self.journal.path("logs", "notify.log"), env=env, cwd=spec.run_dir)

@@ -186,8 +186,10 @@ def _node_outcomes(
     """
     k, result = node.node_rank, results.get(node.node_rank, {})
     reason, cause = result.get("reason", ""), result.get("cause") or {}
-    ended = [record["ended"] for record in records if record["ended"]]
-    when = min(ended, default=time.time() + offset(k))
+    # Processes that ended by themselves, and had not failed, may have done so long before the node.
+    own = [record for record in records if record["ended"]]
+    last = max((record["ended"] for record in own), default=time.time() + offset(k))
+    when = min((one["ended"] for one in own if one.get("stopped") or one.get("failed")), default=last)
     if k in lost:
         yield Outcome.of_node(k, node.target, lost[k].why, lost[k].when)
     elif result.get("state") == "failed" and not (by_finding or any(record["failed"] for record in records)):

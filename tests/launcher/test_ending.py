@@ -273,3 +273,13 @@ def test_a_server_lost_just_before_a_stop_fails_the_run_only_if_its_parts_are_lo
     assert made.state == state
     assert made.stopped_by == ("alice@laptop (gnnfleet stop)" if state == "stopped" else made.stopped_by)
     assert (made.first_failure is None) == (state == "stopped")
+
+
+def test_a_rank_that_had_ended_before_does_not_date_the_failure_of_its_node() -> None:
+    # Node 1 is told of by the loss of node 0, which it noticed at 206; one of its ranks had finished at 150.
+    why = "no sign of life for 6 s"
+    cause = {"kind": "lost", "name": "node", "rank": None, "node_rank": 0, "reason": why, "t": 200.0, "asked": None}
+    more = {"cause": cause, "lost": {"0": {"since": 200.0, "why": why}}, "clock_offset": 0.0}
+    one = result(1, "failed", record(1, 150.0), stopped(2, 207.0), **more)
+    made = report(one)
+    assert made.first_failure is not None and (made.first_failure.node_rank, made.first_failure.note) == (0, why)

@@ -14,6 +14,7 @@ import pytest
 
 from launcher.node.diagnostics import vitals as vitals_module
 from launcher.node.diagnostics.vitals import Vitals
+from launcher.node.json_records import MEMBER_REPORT
 from launcher.report.events import nan_words
 
 
@@ -84,6 +85,16 @@ def test_unexpected_lines_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "metrics-rank0.jsonl").write_text("\n".join(lines) + "\n")
     vitals = Vitals(str(tmp_path), [0])
     assert vitals.look(1.0) == [] and vitals.ranks[0]["step"] == 3 and vitals.ranks[0]["loss"] is None
+
+
+@pytest.mark.parametrize("t", [1.7e12, -1.0, math.nan, math.inf, True, None])
+def test_a_rank_whose_script_writes_other_times_is_known_to_the_lead_node(tmp_path: Path, t: Any) -> None:
+    write(tmp_path, 0, step(1, t=t))
+    vitals = Vitals(str(tmp_path), [0])
+    vitals.look(77.0)
+    about = dict.fromkeys(("offset", "trained", "final", "cause", "stacks"))
+    report = {"t": 77.0, "state": "training", "ranks": {"0": vitals.ranks[0]}, "findings": [], "own_ranks": [0]}
+    assert MEMBER_REPORT({**about, **report})["ranks"]["0"]["t"] == 77.0
 
 
 def test_a_rewritten_file_is_read_from_its_start(tmp_path: Path) -> None:

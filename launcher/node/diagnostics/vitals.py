@@ -11,7 +11,7 @@ import time
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
-from launcher.node.json_reader import parsed
+from launcher.node.json_reader import moment, parsed
 from launcher.node.json_records import PHASES
 from launcher.node.regular_file import open_at_once, open_regular
 
@@ -108,7 +108,11 @@ class Vitals:
             values = device if isinstance(device, dict) else {}
             if numbers := {name: values[name] for name in _DEVICE_NUMBERS if _is_number(values.get(name))}:
                 known["device"] = numbers
-        known |= {"kind": line["kind"], "t": line["t"] if _is_number(line.get("t")) else now}
+        known["kind"] = line["kind"]
+        try:
+            known["t"] = moment(line.get("t"))
+        except ValueError:  # a script's own, such as milliseconds
+            known["t"] = now
         loss: Any = line.get("loss")
         if not (training and _is_number(loss) and _is_number(line.get("epoch"))):
             return None

@@ -283,9 +283,9 @@ def _parse_key(path: str, passphrase: str | None) -> paramiko.PKey | None:
     for kind in (paramiko.RSAKey, paramiko.ECDSAKey, paramiko.Ed25519Key):
         try:
             return kind.from_private_key_file(path, passphrase)
-        except paramiko.PasswordRequiredException:
+        except (paramiko.PasswordRequiredException, OSError):
             raise
-        except (paramiko.SSHException, ValueError):
+        except Exception:  # of a damaged file, paramiko raises almost any
             continue
     return None
 

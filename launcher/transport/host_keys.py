@@ -9,6 +9,7 @@ import base64
 import binascii
 import fcntl
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +33,9 @@ class KnownKey:
     def names(self, host: str) -> bool:
         """Whether the line applies to ``host``, by a plain, hashed or wildcard name."""
         if self.hosts.startswith("|1|"):
-            return HostKeys.hash_host(host, self.hosts) == self.hosts
+            with suppress(ValueError, AssertionError):  # a damaged line
+                return HostKeys.hash_host(host, self.hosts) == self.hosts
+            return False
         return host_matches(host, self.hosts.split(","))
 
 
@@ -154,7 +157,7 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
             path = self.files[0]
             line = f"{self.name} {key.get_name()} {key.get_base64()}"
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with path.open("a+") as file:
+            with path.open("a+", errors="surrogateescape") as file:  # comments in other encodings stay
                 fcntl.flock(file, fcntl.LOCK_EX)
                 file.seek(0)
                 text = file.read()

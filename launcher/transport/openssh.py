@@ -10,13 +10,14 @@ import os
 import select
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import paramiko
@@ -133,7 +134,7 @@ class OpenSshTransport(RemoteTransport):
         if _is_ready(self._master, timeout + 2 * len(route)):
             self._ssh_argv = [ssh_program() or "ssh", "-F", "none", *control, *_options(_THROUGH), "-T"]
             return
-        _, stderr = self._master.communicate()
+        stderr = _ended(self._master)
         output = "\n".join(line.strip() for line in stderr.decode(errors="replace").splitlines() if line.strip())
         self._disconnect()
         error = self._login_error(output, route[-1], timeout)
@@ -196,7 +197,7 @@ class OpenSshTransport(RemoteTransport):
         master, self._master = self._master, None
         if master is not None:
             master.terminate()
-            master.communicate()
+            _ended(master)
         self._cleanup.close()
         self._ssh_argv = []
 
@@ -275,9 +276,29 @@ def _options(options: Mapping[str, str]) -> Sequence[str]:
 def _is_ready(master: subprocess.Popen[bytes], seconds: float) -> bool:
     """Wait for the line that marks the end of the login; False if it does not come in time."""
     assert master.stdout is not None
-    timer = threading.Timer(seconds, master.kill)
+    timer = threading.Timer(seconds, _kill, [master])
     timer.start()
     try:
         return any(line.strip() == _READY for line in master.stdout)
     finally:
         timer.cancel()
+
+
+def _ended(master: subprocess.Popen[bytes]) -> bytes:
+    """Wait for the end of ssh; return its stderr.
+
+    Its ProxyCommand may live on, with the other end of that pipe: it is killed after a second.
+    """
+    stderr = b""
+    for _ in range(2):
+        try:
+            return master.communicate(timeout=_END_WAIT)[1]
+        except subprocess.TimeoutExpired as error:
+            stderr = error.stderr or b""
+            _kill(master)
+    return stderr
+
+
+def _kill(master: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(master.pid, signal.SIGKILL)

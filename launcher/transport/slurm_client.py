@@ -88,7 +88,10 @@ def requeue(job: str) -> None:
 
 def _call(*argv: str) -> str:
     try:
-        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT)
+        # names and comments of jobs may be in any encoding
+        done = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT
+        )
     except FileNotFoundError:
         raise FleetError(
             f"{argv[0]} is not installed on this machine; use a login node of the Slurm cluster (or install "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -257,7 +258,11 @@ def _socket(host: SshHost, timeout: float) -> Iterator[socket.socket]:
             yield ours
         finally:
             process.terminate()
-            process.wait()
+            try:
+                process.wait(_END_WAIT)
+            except subprocess.TimeoutExpired:  # as a script that has trapped the signal
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 # -- jump hosts ------------------------------------------------------------

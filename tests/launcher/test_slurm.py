@@ -357,3 +357,10 @@ def test_a_job_that_is_being_ended(tmp_path: Path, fake: Callable[[str], None]) 
     assert transport.run(Command(("echo", "here")), timeout=10).stdout == b"here\n"
     with transport.talk(Command((sys.executable, "-c", "print('too')"))) as talk:
         assert talk.receive(10) == "too"
+
+
+def test_names_of_jobs_may_be_in_any_encoding(tmp_path: Path, fake: Callable[[str], None]) -> None:
+    fake("RUNNING None")
+    script = tmp_path / "bin/scontrol"
+    script.write_text(script.read_text().replace("JobId=7", "JobId=7 JobName=M$'\\xfc'ller"))
+    assert job_status("7").running

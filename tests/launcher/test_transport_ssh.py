@@ -14,13 +14,16 @@ from pathlib import Path
 
 import paramiko
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from paramiko.hostkeys import HostKeys
 
 from launcher.command import Command
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import AuthError, ConnectionLost, HostKeyError, TransportError, UnreachableError
 from launcher.transport import close_all, connect_all, openssh, ssh_config
-from launcher.transport.auth import Credentials
+from launcher.transport import ssh as ssh_module
+from launcher.transport.auth import Credentials, key_problem
 from launcher.transport.host_keys import read_known_hosts
 from launcher.transport.remote import RemoteTransport
 from launcher.transport.ssh import SshTransport
@@ -263,6 +266,28 @@ def test_known_hosts_lines(sshd: Sshd, key: Path, home: Path, names: str, fine: 
             ssh_to(sshd, key=key).connect(10)
 
 
+def test_damaged_names_and_other_encodings_in_known_hosts(sshd: Sshd, key: Path, home: Path) -> None:
+    known = home / ".ssh/known_hosts"
+    lines = b"# B\xfcro\n" + b"".join(
+        b"%s ssh-ed25519 AAAA\n" % names for names in (b"|1|abc|x", b"|1|", b"|1|JfKTdBh7rNbXkVAQCRp4OQ==|x=")
+    )
+    known.write_bytes(lines)
+    transport = ssh_to(sshd, key=key, host_keys="accept-new")
+    transport.connect(5)
+    transport.close()
+    assert known.read_bytes().startswith(lines) and len(known.read_bytes().splitlines()) == 5
+
+
+@pytest.mark.parametrize("size", [0, 30, 70, 168, 300])
+def test_a_key_file_that_was_cut_off_holds_no_key(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "id"
+    key = ed25519.Ed25519PrivateKey.generate()
+    whole = key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())
+    path.write_bytes(whole[:size])
+    problem = key_problem(str(path), None, "")
+    assert problem is not None and "holds no RSA, ECDSA or Ed25519 private key" in problem[1]
+
+
 def test_invalid_lines_in_known_hosts_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "known").write_text("h ssh-ed25519 !!!\n@cert-authority * ssh-rsa AAAA\nh ssh-ed25519 AAAA\n")
     lines = list(read_known_hosts([tmp_path / "known"]))
@@ -434,6 +459,29 @@ def test_without_an_openssh_client_the_config_files_are_parsed(home: Path, monke
     assert (door.target, node.target) == ("eve@door:2222", "ann@gnn1.lab")
     assert node.identity_files == (f"{home}/ann",)
     assert door.known_hosts[0] == home / ".ssh/known_hosts"
+
+
+def test_a_login_that_does_not_end_ends_with_its_proxy(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = home / "ssh"
+    script = '#!/bin/bash\nfor word; do [ "$word" = -G ] && exec %s "$@"; done\nsleep 60 >/dev/null & wait\n'
+    program.write_text(script % shutil.which("ssh"))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{home}:{os.environ['PATH']}")
+    transport = openssh.OpenSshTransport(NodeConfig(host="gnn1", user="ann"), "accept-new", Credentials(None))
+    since = time.monotonic()
+    with pytest.raises(UnreachableError, match="no answer within 1 s"):
+        transport.connect(1.0)
+    assert time.monotonic() - since < stretched(20)
+
+
+def test_a_proxy_that_ignores_sigterm_is_killed(home: Path) -> None:
+    (home / ".ssh").mkdir()
+    command = "bash -c 'trap : TERM; echo up; sleep 60'"
+    (home / ".ssh/config").write_text(f"Host gnn1\n  ProxyCommand {command}\n")
+    since = time.monotonic()
+    with ssh_module._socket(find_route("gnn1")[-1], 1.0) as sock:
+        assert sock.recv(2) == b"up"
+    assert time.monotonic() - since < stretched(20)
 
 
 def test_an_invalid_ssh_config_is_named(sshd: Sshd, home: Path) -> None:

@@ -226,6 +226,7 @@ MISTAKES = {
     ),
     "more classes than can be trained": ({}, {"num_classes": 10**12}, "option num_classes must be from 0 to 1048576"),
     "fewer classes than none": ({}, {"num_classes": -1}, "option num_classes must be from 0 to 1048576"),
+    "more nodes than numbers": ({}, {"num_nodes": 10**30}, "option num_nodes is 1000"),
     "edges and weights disagree": ({"edge_weight": np.ones(6)}, {}, r"6 rows, but the graph has 5 edges"),
     "times of no integers": (
         {"time": np.zeros(6)}, {"time_attrs": "time"}, r"time\.npy: float64 \[6\], but times must be one integer",
@@ -305,6 +306,7 @@ def test_other_kinds_of_file(tmp_path):
 def test_fingerprint_follows_options_and_files(tmp_path):
     assert dataset_fingerprint("synthetic") == dataset_fingerprint("synthetic", None, {"num_nodes": "20000"})
     assert dataset_fingerprint("synthetic") != dataset_fingerprint("synthetic", None, {"num_nodes": 30000})
+    assert dataset_fingerprint("Planetoid:Cora") != dataset_fingerprint("Planetoid:CiteSeer")
     source = save_graph(tmp_path)
     before = dataset_fingerprint("file", source)
     assert before == dataset_fingerprint("file", source) == load_dataset("file", source).fingerprint

@@ -82,9 +82,9 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     record = asdict(parsed)
     if record.get("subset") is None:  # parts made before this option existed stay valid
         record.pop("subset", None)
-    for name in ("normalize_features", "hold_out_split"):
-        if not record.get(name):
-            record.pop(name, None)
+    for option in ("normalize_features", "hold_out_split"):
+        if not record.get(option):
+            record.pop(option, None)
     if isinstance(parsed, TablesOptions):
         edges = {type_name(of): asdict(table) for of, table in parsed.edges.items()}
         for table in (*edges.values(), *record["nodes"].values()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import subprocess
 import sys
 import types
@@ -151,6 +153,39 @@ def test_type_names_that_cannot_be_folders(tmp_path):
         load_dataset("file", str(tmp_path / "graph.pt"))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"num_nodes": [1, 2]}, r"g.pt: num_nodes is '\[1, 2\]', expected the number of nodes"),
+        ({"num_nodes": torch.tensor([1, 2])}, "num_nodes is"),
+        ({"num_nodes": 2.5}, "num_nodes is '2.5'"),
+        ({"num_nodes": 10**30}, "num_nodes is '1000"),
+        ({1: torch.ones(2), "num_nodes": 2}, r"\[1\]: the name of an array must be a text"),
+        ({("a", "b"): {}, "a": {"x": torch.ones(2, 2)}}, r"\('a', 'b'\) is neither a node type, a text, nor an edge"),
+        ({("a", 1, "a"): {}, "a": {"x": torch.ones(2, 2)}}, r"\('a', 1, 'a'\) is neither"),
+        ({("a", "b", "a"): {}, 5: {"x": torch.ones(2, 2)}}, "5 is neither"),
+        ({("a", "b", "a"): {}, "a": {"num_nodes": [1]}}, r"\[a\]: num_nodes is"),
+        ({"edge_index": torch.ones(2, 1, device="meta"), "num_nodes": 2}, "no edge_index"),
+    ],
+)
+def test_pt_of_other_content_than_a_graph(tmp_path, content, message):
+    edges = {"edge_index": torch.tensor([[0], [1]])}
+    typed = any(isinstance(key, tuple) for key in content)
+    torch.save({key: edges | of if isinstance(key, tuple) else of for key, of in content.items()} if typed
+               else edges | content, tmp_path / "g.pt")  # fmt: skip
+    with pytest.raises(DataError, match=message):
+        load_dataset("file", str(tmp_path / "g.pt"))
+
+
+def test_damaged_pt_of_the_old_format_is_refused(tmp_path):
+    torch.save(pyg_graph().to_dict(), tmp_path / "g.pt", _use_new_zipfile_serialization=False)
+    whole = (tmp_path / "g.pt").read_bytes()
+    for at in range(0, len(whole), 7):  # torch raises KeyError, IndexError, AssertionError, struct.error, …
+        (tmp_path / "g.pt").write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        with contextlib.suppress(DataError):
+            load_dataset("file", str(tmp_path / "g.pt"))
+
+
 def test_pt_that_would_run_code_is_refused(tmp_path):
     data = pyg_graph()
     data.run = subprocess.Popen
@@ -268,6 +303,21 @@ def test_ogb_graphs(tmp_path, monkeypatch):
     assert (nodes.num_nodes, dataset.num_edges, nodes.num_classes) == (3, 2, 2)
     assert nodes.attrs["y"].tolist() == [0, 1, 0] and nodes.attrs["year"].shape == (3, 1)
     assert {name: ids.tolist() for name, ids in nodes.splits.items()} == {"train": [2], "val": [0], "test": [1]}
+
+
+def test_questions_of_ogb_are_shown(tmp_path, monkeypatch, capsys):
+    class Asking(FakeOgb):
+        def __init__(self, name, root):
+            if input("This will download 1.38GB. Will you proceed? (y/N)\n").lower() != "y":
+                sys.exit(-1)
+            super().__init__(name, root)
+
+    with_ogb(monkeypatch, Asking)
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    assert load_dataset("ogbn-products", str(tmp_path)).num_nodes == 3
+    assert "Will you proceed? (y/N)" in capsys.readouterr().err
+    with pytest.raises(DataError, match="ogb asks: 'This will download 1.38GB.*download it once in a terminal"):
+        load_dataset("ogbn-products", str(tmp_path))
 
 
 def test_ogbn_mag(tmp_path, monkeypatch):

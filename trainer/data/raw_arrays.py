@@ -154,6 +154,8 @@ def _owner(name: str, array: RawArray, num_nodes: int, num_edges: int) -> str:
 def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
     """Return the number of nodes: from the options, the source, or the rows of x or y."""
     if options.num_nodes is not None:
+        if not 0 <= options.num_nodes < 1 << 63:
+            raise DataError(f"{raw.name}: option num_nodes is {options.num_nodes}, expected the number of nodes")
         return options.num_nodes
     if HOMO_NODE in raw.num_nodes:
         return raw.num_nodes[HOMO_NODE]

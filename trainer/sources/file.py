@@ -102,7 +102,7 @@ def _counts(files: list[Path]) -> dict[NodeType, int]:
     counts: dict[NodeType, int] = {}
     for path in files:
         found = read_data_json(path)
-        wanted = isinstance(found, dict) and all(type(n) is int and n >= 0 for n in found.values())
+        wanted = isinstance(found, dict) and all(type(n) is int and 0 <= n < 1 << 63 for n in found.values())
         if not wanted:
             raise DataError(f"{path}: expected {{node type: number of nodes, …}}, with whole numbers")
         counts |= found

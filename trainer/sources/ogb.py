@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import io
+import sys
 from collections.abc import Mapping
 from typing import Any
 from unittest import mock
@@ -34,7 +36,19 @@ def read_ogb(name: str, source: str | None) -> RawGraph:
 
     # ogb pickles with protocol 4, which ``torch.load`` cannot read by default; ``errors_as_data_error`` refuses code
     load = mock.patch.object(torch, "load", functools.partial(torch.load, weights_only=False))
-    with errors_as_data_error(name, source), load, contextlib.redirect_stdout(io.StringIO()):
+
+    def ask(question: str = "") -> str:
+        """Show a question of ogb, such as before downloads of more than 1 GB: its lines on stdout are hidden."""
+        print(f"ogb: {question}", end="", file=sys.stderr, flush=True)
+        answer = sys.stdin.readline()
+        if not answer:
+            raise DataError(
+                f"dataset {name}: ogb asks: {question.strip()!r}; download it once in a terminal, where you can answer"
+            )
+        return answer.strip()
+
+    asking = mock.patch.object(builtins, "input", ask)
+    with errors_as_data_error(name, source), load, asking, contextlib.redirect_stdout(io.StringIO()):
         dataset = NodePropPredDataset(name, root=source or DOWNLOADS)
         graph, labels = dataset[0]
         splits = dataset.get_idx_split()

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
-import pickle
 import re
-import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -39,9 +37,9 @@ def read_pt(path: Path) -> RawGraph:
         check_unpacked(path, "save its tensors as .npy files, which need no memory")
         with safe_unpickling():
             loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, AttributeError, zipfile.BadZipFile
-    ) as error:  # fmt: skip
+    except DataError:
+        raise
+    except Exception as error:  # torch raises many types of exceptions for damaged files
         raise DataError(
             f"{path} cannot be loaded safely; if you trust the file, load it yourself and re-save plain tensors: "
             f"torch.save(data.to_dict(), path) ({_unsafe_class(error)})"
@@ -128,7 +126,7 @@ def raw_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
     if "_global_store" in values or any(isinstance(key, tuple) for key in values):
         return _typed_graph(name, values, place)
     num_nodes = values.get("num_nodes")
-    counts = {} if num_nodes is None else {HOMO_NODE: int(num_nodes)}
+    counts = {} if num_nodes is None else {HOMO_NODE: _count(num_nodes, place)}
     arrays, notes = _raw_arrays(values, place)
     return RawGraph(name, arrays, num_nodes=counts, notes=tuple(notes))
 
@@ -141,6 +139,10 @@ def _typed_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
     for key, content in values.items():
         if not isinstance(content, Mapping):
             continue
+        if not isinstance(key, str) and not (isinstance(key, tuple) and [*map(type, key)] == [str] * 3):
+            raise DataError(
+                f"{place}: {key!r:.80} is neither a node type, a text, nor an edge type (source, relation, target)"
+            )
         label = "__".join(key) if isinstance(key, tuple) else key
         arrays, notes = _raw_arrays(content, place if key == "_global_store" else f"{place} [{label}]")
         all_notes += notes
@@ -151,14 +153,22 @@ def _typed_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
         else:
             nodes[key] = arrays
             if content.get("num_nodes") is not None:
-                counts[key] = int(content["num_nodes"])
+                counts[key] = _count(content["num_nodes"], f"{place} [{label}]")
     return RawGraph(name, plain, nodes, edges, counts, hetero=True, notes=tuple(all_notes))
+
+
+def _count(value: Any, place: str) -> int:
+    """Return a number of nodes that a file states. Raises ``DataError`` if it is none."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # such as a tensor of two numbers
+        if int(value) == value and 0 <= int(value) < 1 << 63:
+            return int(value)
+    raise DataError(f"{place}: num_nodes is {str(value)[:80]!r}, expected the number of nodes")
 
 
 def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArray], list[str]]:
     """Return the tensors and arrays by name, and a note on each omitted tensor.
 
-    A tensor is omitted if numpy lacks its dtype.
+    A tensor is omitted if numpy lacks its dtype or layout, or if it has no values.
     """
     if "adj_t" in values and values.get("edge_index") is None:
         raise DataError(f"{place}: the graph is stored as adj_t; re-save it with edge_index (before T.ToSparseTensor)")
@@ -167,13 +177,15 @@ def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArr
     arrays, notes = {}, []
     for key, value in values.items():
         where = f"{place} [{key}]"
+        if not isinstance(key, str) and isinstance(value, np.ndarray | torch.Tensor):
+            raise DataError(f"{where}: the name of an array must be a text")
         if isinstance(value, np.ndarray):
             arrays[key] = RawArray(value, where)
         elif isinstance(value, torch.Tensor):
             try:
                 arrays[key] = RawArray(shared_array(value), where, value.dtype == torch.bfloat16)
-            except TypeError:
-                notes.append(f"{where}: left out, numpy has no {value.dtype} tensors of layout {value.layout}")
+            except (TypeError, RuntimeError) as error:  # such as a sparse one, or one of device meta
+                notes.append(f"{where}: left out, {first_line(error)}")
     return arrays, notes
 
 

@@ -191,6 +191,18 @@ def test_few_times_are_divided_between_the_splits(tmp_path: Path) -> None:
     assert hours == {"val_time": "2024-01-01 13:00:00", "test_time": "2024-01-01 16:00:00"}
 
 
+def test_times_beyond_the_dates_of_python_are_divided_between_the_splits(tmp_path: Path) -> None:
+    day = 86_400_000  # milliseconds
+    churn = [f"c{k % 30},{1_700_000_000_000 + k // 30 * 30 * day},{k % 2}" for k in range(240)]
+    orders = [f"{k},c{k % 30},p{k * 7 % 20},{1_700_000_000_000 + k // 3 * day}" for k in range(200)]
+    shop(
+        tmp_path, churn=["customer_id,timestamp,churned", *churn],
+        orders=["order_id,customer_id,sku,timestamp", *orders],
+    )  # fmt: skip
+    split = draft_tables(tmp_path)["tasks"]["churn"]["split"]
+    assert split == {"val_time": 1_700_000_000_000 + 150 * day, "test_time": 1_700_000_000_000 + 180 * day}
+
+
 def test_rows_without_ids_are_numbered(tmp_path: Path) -> None:
     drafted = draft_tables(shop(tmp_path))
     del drafted["comments"]
@@ -246,6 +258,16 @@ def test_foreign_keys_of_node_tables_are_edges(tmp_path: Path) -> None:
     options = {name: drafted[name] for name in ("nodes", "edges")}
     dataset = load_dataset("tables", str(tmp_path), options, Scratch(tmp_path / "work", 1 << 28))
     assert [edges.num_edges for of, edges in dataset.edges.items() if of[2] == "order"] == [92]
+
+
+def test_keys_without_letters_from_a_to_z_make_edge_types(tmp_path: Path) -> None:
+    lines = [
+        "order_id,customer_id,покупатель_id,получатель_id",
+        *(f"{k},c{k % 30},c{k % 29},c{k % 28}" for k in range(90)),
+    ]
+    edges = draft_tables(shop(tmp_path, orders=lines))["edges"]
+    found = {name for name, table in edges.items() if table["files"] == "orders.csv"}
+    assert found == {"customer__has__order", "customer__id__order", "customer__id_2__order"}
 
 
 def test_facts_in_files_without_names_are_links_of_several_types(tmp_path: Path) -> None:

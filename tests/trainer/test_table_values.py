@@ -586,6 +586,7 @@ CSV: dict[str, tuple[str | bytes, dict[str, Any], list[str] | str]] = {
     "a gzip file": (gzip.compress(NODES.encode()), {}, r"n\.csv is a gzip file; give it a name that ends in \.csv\.gz"),
     "a spreadsheet": (b"PK\3\4\x14", {}, r"n\.csv is a zip archive or a spreadsheet; unpack it, or save it as CSV"),
     "another delimiter": (NODES.replace(",", "~"), {"delimiter": "~"}, READ),
+    "the delimiter of Hive": (NODES.replace(",", "\1"), {"delimiter": "\1"}, READ),
 }  # fmt: skip
 
 

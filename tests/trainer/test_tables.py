@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -262,6 +263,9 @@ ODD_FILES: dict[str, tuple[dict[str, str | bytes], str | None]] = {
     ),
     "too few columns in a row": ({"ratings__csv": RATINGS + "u1,7\n"}, r"edges\.user__rates__item: .*ratings\.csv"),
     "not UTF-8": ({"users__csv": USERS.replace("u3", "\xfc3").encode("latin-1")}, r"nodes\.user: .*users\.csv"),
+    "a number with an underscore": (  # which DuckDB takes for 41
+        {"users__csv": USERS.replace("u4,41", "u4,4_1")}, r"row 4: age is '4_1' .* must be numbers"
+    ),
     "a column is missing": (
         {"users__csv": USERS.replace("age", "years")},
         r"nodes\.user: features 'age' is not a column: users\.csv has the columns",
@@ -317,6 +321,49 @@ def test_a_column_that_one_file_of_a_glob_lacks_is_named_with_the_file(tmp_path:
     (tmp_path / "users2.csv").write_text("user_id,height,segment,fold,joined,country\nu8,1,a,train,5,at\n")
     with pytest.raises(DataError, match=r"users2\.csv: has no column 'age', which other files of nodes\.user have"):
         load(tmp_path, with_keys(user={"files": "users*.csv"}), tmp_path / "work")
+
+
+def test_wildcards_in_names_of_files_and_folders_stand_for_themselves(tmp_path: Path) -> None:
+    folder = tmp_path / "set[1]"
+    folder.mkdir()
+    write(shop(folder), **{"u?__csv": USERS, "u1__csv": "user_id\nother\n", "u2__csv": USERS.replace("\nu", "\nv")})
+    for name, rows in (("i[1]", 3), ("i1", 9)):
+        sql(f"COPY (SELECT 7 + range AS sku, 1.5 AS price FROM range({rows})) TO '{folder}/x.parquet'")
+        (folder / "x.parquet").rename(folder / f"{name}.parquet")
+    graph = load(folder, with_keys(user={"files": "u?.csv"}, item={"files": "i[1].parquet"}), tmp_path / "work")
+    assert (graph.nodes["user"].num_nodes, graph.nodes["item"].num_nodes) == (5, 3)
+    graph = load(folder, with_keys(user={"files": ["users*.csv", "u[2-9].csv"]}), tmp_path / "work2")  # in `set[1]`
+    assert graph.nodes["user"].num_nodes == 10
+
+
+def test_linked_folders_are_read_and_what_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    folder, other = tmp_path / "shop", tmp_path / "other"
+    for path in (folder / "users", other):
+        path.mkdir(parents=True)
+    write(shop(folder)).joinpath("users.csv").rename(folder / "users/a.csv")
+    write(other, b__csv=USERS.replace("\nu", "\nv"))
+    (folder / "users/more").symlink_to(other)
+    (other / "again").symlink_to(folder / "users")
+    options = with_keys(user={"files": "users"})
+    assert load(folder, options, tmp_path / "work").nodes["user"].num_nodes == 10
+
+    def unreadable(path: Any, scandir: Any = os.scandir) -> Any:
+        if str(path).endswith("more"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="users/more cannot be read: Permission deni"):
+        patched.setattr(os, "scandir", unreadable)
+        load(folder, options, tmp_path / "work2")
+    (folder / "users/c.csv").symlink_to("nowhere")
+    with pytest.raises(DataError, match=r"nodes\.user: .*users/c\.csv is a link to a file that does not exist"):
+        load(folder, options, tmp_path / "work3")
+    (folder / "users/c.csv").unlink()
+    os.mkfifo(folder / "users/c.csv")
+    with pytest.raises(DataError, match=r"users/c\.csv is no file"):
+        load(folder, options, tmp_path / "work4")
 
 
 #: Other options -> the message.
@@ -726,7 +773,7 @@ def test_columns_that_a_drafted_table_could_not_be_read_with_are_left_out(tmp_pa
         "column0 is not used: it numbers the rows, as the index that pandas writes",
         "v is not used: two columns have this name",
         "v_1 is not used: two columns have this name",
-        "at is not used: it is empty in 85% of the rows, and a time must be in all",
+        "at is not used: it is empty or infinite in 85% of the rows, and a time must be in all",
         "size is not used: it has infinite values",
         "price is not used: its values, such as '2,5', are neither numbers as 1234.5 nor times as 2024-05-17",
     ):
@@ -766,6 +813,43 @@ def test_a_repeated_or_missing_id_is_named_with_its_rows(tmp_path: Path) -> None
         draft_tables(customers(tmp_path, "c3,1,x,0,0,,2024-01-01,2024-01-01,1,y\n"))
     with pytest.raises(DataError, match=r"customers\.csv, row 41: customer is empty; an id must be in every row"):
         draft_tables(customers(tmp_path, ",1,x,0,0,,2024-01-01,2024-01-01,1,y\n"))
+
+
+def test_files_whose_names_make_the_same_type_are_drafted_apart(tmp_path: Path) -> None:
+    users, items = ("".join(f"{letter}{k},{k % 7}\n" for k in range(20)) for letter in "ui")
+    buys = "user,item\n" + "".join(f"u{k % 20},i{k * 7 % 20}\n" for k in range(90))
+    tables = {"用户__csv": "id,age\n" + users, "商品__csv": "id,price\n" + items, "a-1__csv": buys, "a_1__csv": buys}
+    drafted = draft_tables(write(tmp_path, **tables))
+    ids = {name: drafted["nodes"][name]["files"] for name in drafted["nodes"]}
+    assert ids == {"table": "商品.csv", "table_2": "用户.csv"}
+    assert set(drafted["edges"]) == {"table_2__a_1__table", "table_2__a_1_2__table"}
+    load(tmp_path, {name: drafted[name] for name in ("nodes", "edges")}, tmp_path / "work")
+    (tmp_path / "train.csv").write_text(buys)
+    (tmp_path / "training.csv").write_text(buys)
+    files = [table["files"] for table in draft_tables(tmp_path)["edges"].values()]
+    assert sorted(files) == ["a-1.csv", "a_1.csv", "train.csv", "training.csv"]
+
+
+def test_tables_of_licenses_are_drafted_and_texts_about_them_are_not(tmp_path: Path) -> None:
+    rows = "".join(f"l{k},{k}\n" for k in range(20))
+    write(customers(tmp_path), licenses__csv="license,year_of\n" + rows, LICENSE__txt="as is\n", README__txt="a,b\n")
+    assert {"customer", "license"} == set(draft_tables(tmp_path)["nodes"])
+
+
+def test_columns_whose_names_differ_but_for_case_are_named(tmp_path: Path) -> None:
+    (tmp_path / "users").mkdir()
+    write(customers(tmp_path) / "users", a__csv="id,Age\n1,5\n", b__csv="id,age\n2,5\n")
+    with pytest.raises(DataError, match="users: the columns 'Age' and 'age' have the same name but for case; rename"):
+        draft_tables(tmp_path)
+
+
+def test_texts_that_databases_take_for_numbers_and_times(tmp_path: Path) -> None:
+    rows = "".join(f"m{k},{('18_24', '25_34')[k % 2]},{'infinity' if k % 4 else '2024-01-01'}\n" for k in range(20))
+    write(customers(tmp_path), members__csv="id,band,valid_to\n" + rows)
+    drafted = draft_tables(tmp_path)
+    assert drafted["nodes"]["member"] == {"files": "members.csv", "id": "id", "one_hot": ["band"]}
+    (note,) = drafted["comments"]["nodes"]["member"]
+    assert note.startswith("valid_to is not used: it is empty or infinite in 75% of the rows")
 
 
 def test_a_table_that_is_not_used_is_named(tmp_path: Path) -> None:

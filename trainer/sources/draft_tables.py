@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from trainer.data.raw_arrays import split_prefix
 from trainer.sources.csv_files import guessed_encoding
 from trainer.sources.table_columns import as_double, as_text, is_number_type, list_type, time_sql
 from trainer.sources.table_database import ROW_NUMBER, Database, Scan, quoted
-from trainer.sources.table_files import holds_tables, is_parquet, table_files
+from trainer.sources.table_files import is_parquet, table_files, tables_in
 from trainer.sources.table_options import LARGEST, EdgeTable, Table
 
 _LABELS = ("label", "labels", "y", "class", "target")
@@ -49,6 +50,8 @@ _SAMPLE = 1000  #: ids of a column that are looked up in the node tables
 _DENSE = 0.8  #: share of the integers between its least and its largest from which on a column's ids are numbered
 
 _EPOCHS = (3e8, 4e9)  #: Unix seconds of dates that occur
+
+_DATES = (-62_135_596_800, 253_402_300_799)  #: Unix seconds of the years 1 to 9999, which Python's dates have
 
 _ID_NAME = re.compile(
     r"(^|[^a-z])(id|uid|key|code|sku|asin|isbn|source|target|src|dst|from|to|head|tail|user|item|customer|product)$"
@@ -168,7 +171,7 @@ class _Column:
         if self.kind == "other":
             return f"values of type {self.type} are neither numbers, texts nor times"
         if self.kind == "time" and self.missing:
-            return f"it is empty in {self.missing} of the rows, and a time must be in all"
+            return f"it is empty or infinite in {self.missing} of the rows, and a time must be in all"
         if self.kind == "time":
             return "another column is the time; attributes takes it as a further number if it is one"
         if self.is_too_large:
@@ -200,7 +203,7 @@ def _is_number(text: str) -> bool:
         float(text)
     except ValueError:
         return False
-    return True
+    return "_" not in text
 
 
 @dataclass
@@ -210,6 +213,7 @@ class _Found:
     rows: int
     columns: list[_Column] = field(default_factory=list)
     shares: dict[tuple[str, str, str], float] = field(default_factory=dict)  #: ``_contained`` computes them once
+    number: int = 1  #: of the tables whose files give the same name of a type
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -228,12 +232,16 @@ class _Found:
         stem = _stem(self.file)
         if len(self.keys.keys() - {"columns", "encoding"}) > 1 and (match := _SPLIT_FILE.fullmatch(stem)):
             stem = f"{match[1]} {match[5]}".strip() or "interacts"
-        return re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_").lower() or "table"
+        return self._numbered(re.sub(r"[^A-Za-z0-9]+", "_", stem).strip("_").lower() or "table")
 
     @property
     def node_type(self) -> str:
-        word = self.type_name
-        return re.sub(r"(?<=ch|sh|ss)es$|(?<=x)es$|(?<!s)s$", "", word) or word  # branches, boxes, users
+        word = replace(self, number=1).type_name
+        singular = re.sub(r"(?<=ch|sh|ss)es$|(?<=x)es$|(?<!s)s$", "", word)  # branches, boxes, users
+        return self._numbered(singular or word)
+
+    def _numbered(self, word: str) -> str:
+        return word if self.number == 1 else f"{word}_{self.number}"
 
     @property
     def id(self) -> _Column | None:
@@ -283,10 +291,10 @@ def _found(database: Database, folder: Path) -> list[_Found]:
     """Look at all tables of a folder. Files of one table, for training, validation and test, are looked at together."""
     groups: dict[Any, dict[str, tuple[str, Scan]]] = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name[0] in "_." or path.name.upper().startswith(("README", "LICENSE")):
-            continue
-        if not holds_tables(path) or any(path.glob("*/launch.json")):  # runs from here
-            continue
+        own = [] if path.name[0] in "_." else tables_in(path)
+        prose = path.name.upper().startswith(("README", "LICENSE"))
+        if all(prose and file.suffix.lower() == ".txt" for file in own) or any(path.glob("*/launch.json")):
+            continue  # no tables, or runs from here
         paths = table_files(Table((path.name,)), folder, path.name)
         found_in = {guessed_encoding(file) for file in paths if not is_parquet(file)} - {None}
         options = Table((path.name,), encoding=min(found_in, key=str) if found_in else None)
@@ -297,7 +305,9 @@ def _found(database: Database, folder: Path) -> list[_Found]:
         match = _SPLIT_FILE.fullmatch(_stem(path.name))
         kind = next((k for k in ("files", "val_files", "test_files") if match and match[_KIND[k]]), "")
         key = (match[1], match[5], path.suffix, tuple(scan.types)) if match and kind else path.name
-        groups.setdefault(key, {}).setdefault(kind, (path.name, scan))
+        if kind in groups.get(key, {}):  # train.csv and training.csv
+            key, kind = path.name, ""
+        groups.setdefault(key, {})[kind] = path.name, scan
     if not groups:
         raise DataError(f"{folder} has no CSV or Parquet files")
     found: list[_Found] = []
@@ -312,7 +322,13 @@ def _found(database: Database, folder: Path) -> list[_Found]:
                 found.append(whole)
                 continue
         found += [_look(scan, file) for file, scan in group.values()]
-    return sorted(found, key=lambda one: one.file)
+    found.sort(key=lambda one: one.file)
+    types: set[str] = set()
+    for one in found:  # other types for users.csv and users.parquet, and for names without letters from a to z
+        while not types.isdisjoint({one.type_name, one.node_type}):
+            one.number += 1
+        types |= {one.type_name, one.node_type}
+    return found
 
 
 _KIND = {"files": 2, "val_files": 3, "test_files": 4}  #: key of a table -> group of ``_SPLIT_FILE``
@@ -352,14 +368,15 @@ def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
     column = f"CASE WHEN lower(trim({column})) != 'nan' THEN {column} END" if of == "VARCHAR" else column
     number = as_double(name, of) if of != "DATE" and not of.startswith("TIMESTAMP") else "NULL"
     number = f"CASE WHEN NOT isnan({number}) THEN {number} END"
-    moment = f"TRY_CAST({column} AS TIMESTAMP)" if not is_number_type(of) else "NULL"
-    present, numbers, whole, moments, distinct, low, high = scan.database.rows(
+    moment = f"TRY_CAST({column} AS TIMESTAMP)" if not is_number_type(of) else "CAST(NULL AS TIMESTAMP)"
+    present, numbers, whole, moments, finite, distinct, low, high = scan.database.rows(
         f"SELECT count({column}), count({number}), count(*) FILTER (WHERE {number} = floor({number})), "
-        f"count({moment}), count(DISTINCT {column}), "
+        f"count({moment}), count(CASE WHEN isfinite({moment}) THEN 1 END), count(DISTINCT {column}), "
         f"coalesce(min({number}), 0), coalesce(max({number}), 0) FROM {scan.sql}",
         scan.where,
     )[0]
     kind = "number" if numbers == present else "time" if moments == present else "text"
+    present = finite if kind == "time" else present  # infinite ones are no times
     texts = None
     if distinct <= _FEW:
         sql = f"SELECT DISTINCT CAST({column} AS VARCHAR) AS gf_v FROM {scan.sql} WHERE gf_v IS NOT NULL ORDER BY gf_v"
@@ -422,9 +439,12 @@ def _foreign_keys(
         own = _own_id(table, _columns(keys[table.file]))
         for column, node in keys[table.file]:
             ends = types[node.file], types[table.file]
-            name = f"{ends[0]}__{_TASK_EDGES}__{ends[1]}"
-            if node is table or name in others or name in edges:  # a second column with ids of the same nodes
-                name = f"{ends[0]}__{re.sub(r'[^a-z0-9]+', '_', column.name.lower()).strip('_')}__{ends[1]}"
+            word = re.sub(r"[^a-z0-9]+", "_", column.name.lower()).strip("_") or "key"
+            words = itertools.chain(
+                [] if node is table else [_TASK_EDGES], [word], (f"{word}_{k}" for k in itertools.count(2))
+            )
+            names = (f"{ends[0]}__{each}__{ends[1]}" for each in words)
+            name = next(each for each in names if each not in others and each not in edges)
             drafted = {**table.keys, "source": column.name, "target": own.name if own else ROW_NUMBER}
             more, notes = _dangling(table, [(column, node)])
             edges[name] = drafted | more, notes
@@ -700,10 +720,10 @@ def _split_at(table: _Found, time: _Column, label: _Column) -> dict[str, Any]:
         for found in (by_rows, last):
             val, test = (int(each) // step * step for each in (*found, *found)[:2])
             if low < val < test:
-                texts = [datetime.fromtimestamp(each, timezone.utc).replace(tzinfo=None) for each in (val, test)]
-                shown = (
-                    [str(each.date() if step > 1 else each) for each in texts] if time.kind == "time" else [val, test]
-                )
+                shown: list[Any] = [val, test]
+                if time.kind == "time" and _DATES[0] <= val and test <= _DATES[1]:
+                    texts = [datetime.fromtimestamp(each, timezone.utc).replace(tzinfo=None) for each in shown]
+                    shown = [str(each.date() if step > 1 else each) for each in texts]
                 return dict(zip(("val_time", "test_time"), shown, strict=True))
     return {"train": 0.7, "val": 0.15, "test": 0.15}
 

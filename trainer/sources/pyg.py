@@ -165,7 +165,7 @@ def _count(value: Any, place: str) -> int:
     raise DataError(f"{place}: num_nodes is {str(value)[:80]!r}, expected the number of nodes")
 
 
-def _raw_arrays(values: Mapping[str, Any], place: str) -> tuple[dict[str, RawArray], list[str]]:
+def _raw_arrays(values: Mapping[Any, Any], place: str) -> tuple[dict[str, RawArray], list[str]]:
     """Return the tensors and arrays by name, and a note on each omitted tensor.
 
     A tensor is omitted if numpy lacks its dtype or layout, or if it has no values.

@@ -52,7 +52,8 @@ def as_double(column: str, of: str) -> str:
         return f"CAST(CAST({name} AS TINYINT) AS DOUBLE)"
     if of == "VARCHAR":
         flag = f"CASE lower({name}) WHEN 'true' THEN 1.0 WHEN 'false' THEN 0.0 END"
-        return f"coalesce(TRY_CAST({name} AS DOUBLE), {flag})"
+        # DuckDB, as Python, takes 18_24 for 1824
+        return f"CASE WHEN NOT contains({name}, '_') THEN coalesce(TRY_CAST({name} AS DOUBLE), {flag}) END"
     return f"TRY_CAST({name} AS DOUBLE)"
 
 

@@ -34,6 +34,11 @@ def text(value: str) -> str:
     return "'" + value.replace("'", "''") + "'"
 
 
+def _file(path: Path) -> str:
+    """Return the SQL text of a path, in which DuckDB's wildcards ``*``, ``?`` and ``[`` stand for themselves."""
+    return text(re.sub(r"[*?[]", r"[\g<0>]", str(path)))
+
+
 def _duckdb() -> ModuleType:
     try:
         import duckdb
@@ -169,6 +174,13 @@ class Scan:
         if name_of_rows := next((column for column in wanted if column.lower() == ROW_NUMBER), None):
             raise DataError(f"{self.where}: a column cannot be called {name_of_rows!r}; rename it")
         created = ", ".join(f"{quoted(column)} {of}" for column, of in wanted.items())
+        spelled: dict[str, str] = {}  # as DuckDB compares names
+        for column in wanted:
+            if (same := spelled.setdefault(column.lower(), column)) != column:
+                raise DataError(
+                    f"{self.where}: the columns {same!r} and {column!r} have the same name but for case; rename one of "
+                    "them, also in other files of the table"
+                )
         self.database.run(f"CREATE TABLE {name} ({created})", self.where)
 
         def insert(columns: Iterable[str], reading: str) -> str:
@@ -264,7 +276,7 @@ class Scan:
 
     @staticmethod
     def _parquet(files: Sequence[Path]) -> str:
-        return f"read_parquet([{', '.join(text(str(path)) for path in files)}], union_by_name = true)"
+        return f"read_parquet([{', '.join(map(_file, files))}], union_by_name = true)"
 
     def _csv(self, path: Path) -> str:
         """Return the SQL that reads a CSV file, called ``_FILE``, with its Hive columns."""
@@ -288,11 +300,12 @@ class Scan:
                 check_zst(path)
             elif not self.options.encoding:
                 check_magic(path)
+            other = "\2" if self.options.delimiter == "\1" else "\1"
             lines = self._query_csv(
                 path,
-                f"SELECT line FROM read_csv({_FILE}, auto_detect = false, header = false, delim = '\1', quote = '', "
-                "escape = '', columns = {'line': 'VARCHAR'}, strict_mode = false, hive_partitioning = false, "
-                "store_rejects = true, rejects_limit = 100) LIMIT 1000",
+                f"SELECT line FROM read_csv({_FILE}, auto_detect = false, header = false, delim = '{other}', "
+                "quote = '', escape = '', columns = {'line': 'VARCHAR'}, strict_mode = false, "
+                "hive_partitioning = false, store_rejects = true, rejects_limit = 100) LIMIT 1000",
             )
             if path not in self._in_utf8 and any(line and line[0] == "\n" for (line,) in lines):
                 self._copy(
@@ -351,7 +364,7 @@ class Scan:
         file, faults = self._in_utf8.get(path, path), []
         if file is path and self.options.encoding:
             file = self._copy(path, self.options.encoding)
-        query = sql.replace(_FILE, text(str(file)))
+        query = sql.replace(_FILE, _file(file))
         self.database.run("BEGIN", self.where)
         try:
             found = self.database.rows(query, self.where)
@@ -435,7 +448,7 @@ class Scan:
         """
         below, found = 0, dict[str, list[tuple[str, str]]]()
         read_as = iter(self._described([path]))
-        schema = f"SELECT name, coalesce(num_children, 0) FROM parquet_schema({text(str(path))})"
+        schema = f"SELECT name, coalesce(num_children, 0) FROM parquet_schema({_file(path)})"
         for name, children in self.database.rows(schema, self.where)[1:]:  # depth first, below the root
             if not below:
                 found.setdefault(name.lower(), []).append((name, next(read_as)))

@@ -175,6 +175,12 @@ def test_metrics_of_classes_equal_numpy(classes: int) -> None:
     assert (found["roc_auc"], found["average_precision"]) == pytest.approx((area, precision))
 
 
+def test_two_classes_are_ranked_beyond_the_digits_of_a_probability() -> None:
+    out, y = torch.tensor([[0.0, 20.0], [0.0, 30.0]]), torch.tensor([0, 1])  # both have probability 1 in float32
+    task = Classification(2, names=("roc_auc", "average_precision"))
+    assert scored(task, out, y) == {"roc_auc": 1.0, "average_precision": 1.0}
+
+
 def test_metrics_of_labels_equal_numpy_and_leave_out_missing_labels() -> None:
     y, names = RNG.integers(-1, 2, (60, 3)), METRICS["multilabel"]
     y[:, 2] = 1  # has no false seed, so its curve is undefined

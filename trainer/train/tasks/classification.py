@@ -61,8 +61,9 @@ class Classification:
     def scores(self, out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
         assert batch.y is not None
         labels = batch.y.long()[:, None] == torch.arange(self.outputs, device=out.device)
-        first = int(self.outputs == 2)
-        return out.float().softmax(1)[:, first:], labels[:, first:]
+        if self.outputs == 2:  # in the order of the probabilities, of which those above 1 - 2^-25 would all be 1
+            return out[:, 1:].float() - out[:, :1].float(), labels[:, 1:]
+        return out.float().softmax(1), labels
 
     def record(self) -> Mapping[str, Any]:
         return {"kind": self.kind, "outputs": self.outputs, "metrics": list(self.names)}

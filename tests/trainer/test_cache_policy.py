@@ -188,6 +188,12 @@ def test_rows_that_were_not_counted_fill_the_budget_in_order() -> None:
         assert chosen["a"].tolist() == sorted([*known, *others[: rows - 6]])
 
 
+def test_rows_without_values_are_not_cached() -> None:  # ``x`` of a type with no column
+    found = {of: RowCounts(np.array([2, 3]), np.ones(2, np.int64)) for of in "ab"}
+    chosen = most_requested(found, {"a": 0, "b": 4}, 100, lambda of: [(0, 5)])
+    assert {of: ids.tolist() for of, ids in chosen.items()} == {"b": [0, 1, 2, 3, 4]}
+
+
 def test_of_rows_requested_equally_often_the_first_are_chosen() -> None:
     found = counts(a=([2, 6, 8], [1, 1, 1]), b=([1], [1]))
     assert chosen_ids(found, {"a": 10, "b": 10}, 20) == {"a": [2, 6], "b": []}

@@ -183,7 +183,7 @@ def most_requested(
     If all requested rows fit, the rest of the budget is filled with other rows, in the order of ``candidates(type)``,
     which returns half-open ranges of global ids. Memory: 8 bytes per requested and per chosen row.
     """
-    types = [of for of in row_bytes if of in counts and len(counts[of].ids)]
+    types = [of for of, width in row_bytes.items() if width and of in counts and len(counts[of].ids)]
     chosen, left = {}, budget
     if types:
         sizes = np.repeat([row_bytes[of] for of in types], [len(counts[of].ids) for of in types])

@@ -232,6 +232,7 @@ def test_in_a_homogeneous_graph_positives_are_the_neighbours():
         ({"negatives": "hardest"}, "none of 'random', 'in-batch'"),
         ({"negatives": {("paper", "cites", "paper"): 2}}, "is not between 'author' and 'paper'"),
         ({"negatives": {"random": -1}}, "at least 0"),
+        ({"negatives": ["random", "in-batch"]}, "several kinds as a mapping"),
         ({"power": 0.5}, "no effect without 'random'"),
         ({"avoid_links": True}, "no effect without"),
         ({"time_attr": "edge_time"}, "pass input_time"),

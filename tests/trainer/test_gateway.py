@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import re
 import threading
 import time
@@ -19,15 +20,16 @@ from oracle import assert_identical
 from service_kit import free_endpoint
 from trainer import DistNeighborLoader
 from trainer.core.batch_cost import Cost
-from trainer.core.errors import PartitionError, ServiceError, SettingsError
+from trainer.core.errors import PartitionError, ServerGone, ServiceError, SettingsError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.graph.open import open_graph
 from trainer.sampler.subgraph_sampler import BatchWork
 from trainer.sampler.types import RowRequest, SampleSettings, SeedSet
 from trainer.service import remote_graph as gateway_module
 from trainer.service.batch_scheduler import MAX_QUEUED
+from trainer.service.client import HostClient
 from trainer.service.messages import ServerAddress
-from trainer.service.remote_graph import Gateway
+from trainer.service.remote_graph import Gateway, _ServerChoice
 from waiting import stretched
 
 TWICE = ((0, 1, 2, 3), (0, 1, 2, 3))  #: every part on both servers
@@ -155,6 +157,14 @@ def test_opening_fails_within_its_timeout_and_names_the_server():
     assert time.monotonic() - start < stretched(25)
     assert str(caught.value).startswith(f"graph server of node9 (far) of products at {place.endpoint}, parts 0,2: ")
     assert (caught.value.wait.node_rank, caught.value.wait.server) == (None, place.name)
+
+
+def test_the_wait_for_a_server_may_be_infinite():
+    client = HostClient(ServerAddress("node0 (a)", 0, "a", free_endpoint(), (0,)), 1.0)
+    choice = _ServerChoice(client)
+    choice.mark_gone(client, ServerGone("gone"))
+    threading.Timer(0.2, choice.mark_back, [client]).start()
+    assert choice.pick(math.inf) is client
 
 
 def test_a_server_that_joins_is_discovered_and_used(folder, expected, monkeypatch):

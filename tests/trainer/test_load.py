@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -189,6 +190,11 @@ def test_work_ahead_keeps_order_and_runs_concurrently():
         return job
 
     assert list(ordered_ahead(work, range(9), threads=3, ahead=3, deadline=60)) == list(range(9))
+
+
+def test_a_deadline_may_be_infinite():
+    ahead = ordered_ahead(lambda job: time.sleep(0.2) or job, range(1), threads=1, ahead=1, deadline=math.inf)
+    assert list(ahead) == [0]
 
 
 def sampler_threads():

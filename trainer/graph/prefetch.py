@@ -72,7 +72,7 @@ def ordered_ahead(
 
 def _wait(future: Future[Result], deadline: float) -> Result:
     try:
-        return future.result(deadline)
+        return future.result(min(deadline, threading.TIMEOUT_MAX))
     except FutureTimeout:
         if future.done():
             raise

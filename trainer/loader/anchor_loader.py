@@ -314,6 +314,8 @@ def _kinds(graph: Graph, edge_type: EdgeType, given: Any) -> dict[str | EdgeType
     """Return the number of negatives by kind. An edge type is the one that leads from the negatives to the anchors."""
     if given is None:
         return {}
+    if isinstance(given, (list, set, frozenset)):
+        raise SettingsError(f"negatives: {given!r}; pass several kinds as a mapping to their numbers, {{kind: number}}")
     source, _, target = edge_type
     attrs, found = graph.manifest.nodes[source].attrs, dict[str | EdgeType, int]()
     asked = given if isinstance(given, Mapping) else {given: 1 if given == RANDOM else -1}

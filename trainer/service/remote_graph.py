@@ -73,7 +73,7 @@ class _ServerChoice:
                 for client in self._clients:
                     if client not in self._gone:
                         return client
-                if not self._changed.wait(max(0.0, until - time.monotonic())):
+                if not self._changed.wait(min(max(0.0, until - time.monotonic()), threading.TIMEOUT_MAX)):
                     break
             return None
 

@@ -303,6 +303,13 @@ def test_other_kinds_of_file(tmp_path):
 # Fingerprints
 
 
+def test_what_is_no_file_among_arrays_is_named(tmp_path):
+    source = save_graph(tmp_path)
+    (tmp_path / "edge_weight.npy").symlink_to("nowhere.npy")  # as of git-annex, before its content is fetched
+    with pytest.raises(DataError, match=r"edge_weight\.npy is a link to a file that does not exist"):
+        load_dataset("file", source)
+
+
 def test_fingerprint_follows_options_and_files(tmp_path):
     assert dataset_fingerprint("synthetic") == dataset_fingerprint("synthetic", None, {"num_nodes": "20000"})
     assert dataset_fingerprint("synthetic") != dataset_fingerprint("synthetic", None, {"num_nodes": 30000})

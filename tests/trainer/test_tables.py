@@ -141,6 +141,19 @@ def test_parquet_as_spark_writes_it(tmp_path: Path) -> None:
     assert (graph.edges["node", "to", "node"].edge_index[1] == np.arange(200) * 7 % 200).all()
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_the_folder_of_missing_values_has_no_category(tmp_path: Path, kind: str) -> None:
+    for k, country in enumerate(("at", "__HIVE_DEFAULT_PARTITION__")):
+        folder = shop(tmp_path) / f"users/country={country}"
+        folder.mkdir(parents=True)
+        sql(f"COPY (SELECT 'u' || (range + {3 * k + 1}) AS user_id FROM range({3 - k})) TO '{folder}/part.{kind}'")
+    options = with_keys()
+    options["nodes"]["user"] = {"files": "users", "id": "user_id", "categories": ["country"]}
+    graph = load(tmp_path, options, tmp_path / "work")
+    assert graph.nodes["user"].attrs["country"].tolist() == [-1, -1, 0, 0, 0]
+    assert decode_texts(graph.graph_attrs["user__country__categories"]) == ["at"]
+
+
 @pytest.mark.slow
 def test_rows_keep_their_order_in_large_files(tmp_path: Path) -> None:
     sql(
@@ -396,6 +409,12 @@ def test_wrong_options(tmp_path: Path, name: str) -> None:
     options, message = WRONG_OPTIONS[name]
     with pytest.raises(DataError, match=re.escape(message)):
         load(shop(tmp_path), options, tmp_path / "work")
+
+
+def test_old_duckdb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duckdb, "__version__", "1.2.2")  # it loses the first rows below empty lines
+    with pytest.raises(DataError, match=r"needs duckdb 1\.3 or newer, found 1\.2\.2: pip install --upgrade duckdb"):
+        load(shop(tmp_path), SHOP, tmp_path / "work")
 
 
 def test_missing_duckdb_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,15 @@ def source_files(source: str | None, options: SourceOptions) -> list[Path]:
 def _folder_files(folder: Path, options: SourceOptions) -> list[Path]:
     typed = folder / _SUBFOLDER
     folders = [folder, typed] if options.hetero and typed.is_dir() else [folder]
-    found = [path for place in folders for path in sorted(place.iterdir()) if path.is_file()]
+    try:
+        found = [path for place in folders for path in sorted(place.iterdir()) if not path.is_dir()]
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
     files = [path for path in found if path.suffix in (".npy", ".npz")]
+    for path in (*files, *(path for path in found if path.name == _COUNTS)):
+        if not path.is_file():
+            what = "is a link to a file that does not exist" if path.is_symlink() else "is no file"
+            raise DataError(f"{path} {what}; put the file there, or remove it")
     if not files:
         hint = f"; option hetero: true reads those in {typed}" if typed.is_dir() and not options.hetero else ""
         raise DataError(f"{folder}: no .npy or .npz file; expected at least edge_index.npy and x.npy or y.npy{hint}")

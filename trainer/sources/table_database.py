@@ -46,6 +46,10 @@ def _duckdb() -> ModuleType:
         raise DataError(
             "dataset tables needs the package duckdb on the machine that makes the parts: pip install duckdb"
         ) from None
+    if [*map(int, duckdb.__version__.split(".")[:2])] < [1, 3]:  # skips empty lines above a header, and then rows
+        raise DataError(
+            f"dataset tables needs duckdb 1.3 or newer, found {duckdb.__version__}: pip install --upgrade duckdb"
+        )
     return duckdb
 
 
@@ -117,6 +121,8 @@ _CSV_FAULTS = {
 _READ_AS = {"TIMESTAMPTZ_NS": "TIMESTAMP WITH TIME ZONE", '"NULL"': "VARCHAR"}
 
 _NAN = ("nan", "NaN", "NAN")  #: texts that are no labels
+
+_NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"  #: a missing value in the name of a folder; DuckDB 1 reads it as a text
 
 _NUMBER_TYPE = re.compile(r"(U?(TINY|SMALL|BIG|HUGE)?INT(EGER)?|FLOAT|DOUBLE|DECIMAL\(.*)$")
 
@@ -243,7 +249,7 @@ class Scan:
         nulls = self.options.null_values
         numbers = ", ".join(f"{text(each)}::DOUBLE" for each in nulls if _NUMBER.fullmatch(each))
         if of == "VARCHAR":
-            texts = ", ".join(map(text, ("", *nulls, *(_NAN if is_label else ()))))
+            texts = ", ".join(map(text, ("", _NO_PARTITION, *nulls, *(_NAN if is_label else ()))))
             missing = f"trim({name}) IN ({texts})"
             if numbers:  # in any form, but 007 is not 7
                 same = f"coalesce(TRY_CAST({name} AS DOUBLE) IN ({numbers}), false)"

@@ -32,6 +32,10 @@ _GRACE = 5.0  # seconds between SIGTERM and SIGKILL if node.json, which has the 
 
 _SLACK = 6.0  # seconds that a supervisor may need beyond its grace to end leftover processes and write its files
 
+_FINISHING = 12.0  # seconds beyond the timeout that a supervisor without processes may wait for trackers and messages
+
+_FRESH = 3.0  # seconds since the last heartbeat of a supervisor that works
+
 
 class NodeFolder:
     """The run folder of a node. Raises SystemExit if the folder has no node.json."""
@@ -85,6 +89,8 @@ def _alive(state: dict[str, Any]) -> bool:
 def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, Any]) -> dict[str, Any]:
     """Stop the node's processes of the run; after about ``timeout`` seconds, kill them with SIGKILL.
 
+    A supervisor that has ended its processes gets some seconds more to write its result.
+
     session: tmux session to close, or ''. request: content of ``control/stop``. Returns {"stopped": whether no process
     is left, "was": state before, "killed", "leftovers": [{"pid", "command"}], "notes": [text]}.
     """
@@ -103,11 +109,15 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
         if supervisor is not None:
             procs.send(supervisor, signal.SIGTERM)
     deadline = time.monotonic() + timeout
+    latest = deadline + (0.0 if request["now"] else _FINISHING)
     while state and _alive(state) and time.monotonic() < deadline:
-        # state.json has the states of all nodes of the run: it is read again only once this supervisor has ended
+        # state.json has the states of all nodes of the run: it is read again only at the end of this supervisor's time
         while _alive(state) and time.monotonic() < deadline:
             time.sleep(_POLL)
         state = folder.state
+        works = state is not None and not state["processes"] and time.time() - state["time"] < _FRESH
+        if works and result(folder) is None:
+            deadline = min(time.monotonic() + 1.0, latest)
     killed = describe(folder.running())
     supervisor = folder.supervisor()
     if supervisor is not None:  # killed first, so that it does not report the end of its children as a failure

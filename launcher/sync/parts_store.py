@@ -88,11 +88,11 @@ def stored_parts(url: str, options: Mapping[str, Any]) -> tuple[PartitionFiles |
             raw = store.read(MANIFEST, 0, MOST_MANIFEST + 1)
         except NotStored:
             return None, []
-        made = pushed_note(store).get("made", [])
+        made = pushed_note(store).get("made")
     except StoreError as error:
         raise FleetError(str(error)) from None
     try:
-        return parse_manifest(raw, store.url), [str(word) for word in made]
+        return parse_manifest(raw, store.url), [str(word) for word in made] if isinstance(made, list) else []
     except ValueError as error:
         raise FleetError(
             f"{store.url}/{MANIFEST}: not a usable partition manifest ({error}); push the parts again with `gnnfleet "

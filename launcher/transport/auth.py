@@ -21,7 +21,7 @@ import click
 import paramiko
 from paramiko.agent import AgentKey, AgentSSH
 from paramiko.auth_strategy import AuthResult, AuthSource, AuthStrategy, SourceResult
-from paramiko.pkey import PublicBlob, UnknownKeyType
+from paramiko.pkey import PublicBlob
 
 from launcher.command import Secret
 from launcher.config.schema import ClusterConfig, NodeConfig
@@ -256,7 +256,7 @@ def _plain(blob: bytes) -> bytes:
     kind = paramiko.Message(blob).get_text().removesuffix(_CERT)
     try:
         return paramiko.PKey.from_type_string(kind, blob).asbytes()
-    except (UnknownKeyType, paramiko.SSHException):
+    except Exception:  # an unknown type; of a damaged file, paramiko raises almost any
         return blob
 
 

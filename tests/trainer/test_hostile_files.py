@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
+import signal
+import threading
 import zipfile
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from trainer.core.errors import DataError, PartitionError, SettingsError
+from trainer.core.files import read_regular
 from trainer.partition.foreign.dgl import DGL
 from trainer.partition.foreign.pyg import PYG
 from trainer.partition.foreign.tensor_files import load_tensors
@@ -133,3 +137,27 @@ def test_odd_characters_in_a_path_are_one_message(source: str) -> None:
             load_dataset(dataset, source, options)
     with pytest.raises(DataError, match="does not exist"):
         open_source(source)
+
+
+def test_a_folder_in_the_place_of_a_file_takes_no_descriptor(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(OSError, match="Is a directory"):
+            read_regular(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_that_an_nfs_server_has_delegated_to_a_client_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    path.write_text("{}")
+    holder = os.open(path, os.O_RDWR)
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # by which the kernel asks for the lease
+    client = threading.Timer(0.2, lambda: fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_UNLCK))
+    fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    client.start()
+    try:
+        assert read_regular(path) == b"{}"
+    finally:
+        client.join()
+        signal.signal(signal.SIGIO, before)
+        os.close(holder)

@@ -104,7 +104,7 @@ class PrometheusFile(Observer):
         up = gauge("gnnfleet_heartbeat_timestamp_seconds", "When the node's supervisor wrote this file.")
         up.labels(*run.values()).set(state["time"])
         restarts = gauge("gnnfleet_restarts", "Automatic restarts of the run so far.")
-        restarts.labels(*run.values()).set(len(state.get("restarts", ())))
+        restarts.labels(*run.values()).set(state.get("generation", 0))
         findings = gauge("gnnfleet_findings", "Findings of the node so far, by kind.", "kind")
         for one in state["findings"]:
             findings.labels(*run.values(), one["kind"]).inc()

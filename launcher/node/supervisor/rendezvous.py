@@ -27,6 +27,11 @@ _TRY_FOR = 3.0  # seconds in which another node must answer a node that was cut 
 
 _ENDING = 10.0  # seconds beyond the grace in which the nodes end their processes and read their checkpoints
 
+# Every message of a hub repeats its decision with the earlier restarts, and messages are limited (``link.MAX_LINE``).
+_RECORDS = 200  # restarts that it lists, the newest
+
+_WORDS = 200  # characters of their texts
+
 _READING = 600.0  # seconds for a node that has ended its processes and still reads a large checkpoint
 
 
@@ -220,7 +225,7 @@ class Restarts:
         self.lost = {}
         cause = own or peers.cause
         if spec.restarts and cause is not None and cause["kind"] != "stop":
-            history = {"records": self.records, "gone": self._gone | peers.gone}
+            history = {"records": [*map(_shortened, self.records[-_RECORDS:])], "gone": self._gone | peers.gone}
             self.rendezvous = _Rendezvous(spec, self._first, self._loop, peers, own, history)
 
     def look(self, peers: Peers) -> Peers:
@@ -302,3 +307,10 @@ class Restarts:
 def _gone(k: int, restart: dict[str, Any]) -> dict[str, Any]:
     why = restart["reason"] if restart["cause_node"] == k else "it did not take part in a restart"
     return {"since": restart["t"], "t": restart["t"], "why": why, "how": "lost", "kind": "node-lost", "text": why}
+
+
+def _shortened(restart: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of an earlier restart without what only the last one needs."""
+    texts = {name: restart[name] for name in ("text", "reason")}
+    cut = {name: text if len(text) <= _WORDS else f"{text[:_WORDS]}…" for name, text in texts.items()}
+    return {**restart, **cut, "nodes": [], "ranks": {}}

@@ -441,11 +441,10 @@ class Supervisor:
         self.final = end.state
         first = self.peers.cause or self.cause
         asked = first and first["asked"] and first["asked"]["now"]
-        restarts = self.restarts.state(self.spec, self.peers).get("restarts") or ()
         words = {
             "seconds": round(time.monotonic() - self.began, 1),
             "reason": sentence(first, self.spec.labels) if first and end.state != "done" else end.reason,
-            "restarts": len(restarts),
+            "restarts": self.spec.generation,
             "findings": [f"{finding['kind']}: {finding['text']}" for finding in self.health.newest],
         }
         ending = End(end.state, first, now=bool(asked or self.leaves()), report=words)

@@ -15,11 +15,13 @@ import pytest
 from launcher.node.child_process import Loop
 from launcher.node.environment import process_environment, rank_environments
 from launcher.node.peers.hub import KILLED, Hub
-from launcher.node.peers.model import make_cause
+from launcher.node.peers.link import MAX_LINE
+from launcher.node.peers.model import Peers, make_cause
 from launcher.node.spec import NodeSpec, RunNode
 from launcher.node.supervisor.attempt import archive, cluster_file, newest_checkpoint, next_spec, parts_on_disk
-from launcher.node.supervisor.rendezvous import _Rendezvous
-from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, words
+from launcher.node.supervisor.journal import Journal
+from launcher.node.supervisor.rendezvous import Restarts, _Rendezvous
+from launcher.node.supervisor.restart import AttemptEnd, Standing, decide, record, words
 
 SILENT = "no sign of life for 6 s (run.peer_timeout); its machine or its network is down"
 NODES = tuple(
@@ -172,6 +174,18 @@ def test_a_node_that_still_reads_its_checkpoint_is_waited_for(monkeypatch: pytes
     hub.members[1].state = "stopping"
     decision = meeting.look(SHARED[0])
     assert decision is not None and decision["nodes"] == [0, 2]
+
+
+def test_a_thousand_restarts_with_long_reasons_fit_into_a_message(tmp_path: Path) -> None:
+    cause = make_cause(1, "rank1", "failure", "x" * 2000, 1000.0)
+    one = record(decided(SHARED, cause=cause), SPEC)
+    made = Restarts(SPEC, Loop(), Journal(str(tmp_path), 0))
+    made.records = [{**one, "generation": k} for k in range(1, 1001)]
+    made.begin_rendezvous(SPEC, Peers(SPEC), cause)
+    assert made.rendezvous is not None
+    decision = made.rendezvous.look(SHARED[0])
+    assert decision is not None and decision["records"][-1]["generation"] == 1000
+    assert len(json.dumps(decision)) < MAX_LINE / 2
 
 
 def test_a_node_that_comes_back_has_its_parts_again() -> None:

@@ -74,6 +74,17 @@ def test_requester_and_reason_of_a_stop_are_in_the_result(folder: MakeFolder) ->
     assert result["reason"] == "stop requested by alice@laptop (gnnfleet stop)"
 
 
+def test_a_supervisor_that_waits_for_its_trackers_writes_its_result(folder: MakeFolder) -> None:
+    run = folder()
+    track = "import os, time\nwhile not os.path.exists('track/end.json'): time.sleep(0.05)\ntime.sleep(5)"
+    command = {"argv": python(track), "env": {}, "cwd": str(run.path), "job": {"trackers": ["wandb"]}}
+    run.spec["tracker"] = command
+    run.rank(python(SLEEP)).start()
+    wait_until(run.says("rank0", "up"))
+    assert control("stop", run, "--timeout", "3")["killed"] == []
+    assert run.end()["state"] == "stopped"
+
+
 def test_control_stop_now_skips_the_grace_period(folder: MakeFolder) -> None:
     run = folder(grace=30.0).rank(python("import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP)).start()
     wait_until(run.says("rank0", "up"))

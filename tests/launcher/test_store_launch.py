@@ -23,6 +23,7 @@ from launcher.config.resolve import ResolvedConfig, resolve_run
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
 from launcher.errors import ConfigError, FleetError, SyncError, UsageError
 from launcher.files import CODE_ROOT
+from launcher.node.store.push_parts import PUSHED
 from launcher.plan.files import FETCH_SPEC
 from launcher.plan.model import LaunchPlan, PlannedFile, generated
 from launcher.plan.partition import PartitionFiles, read_partition_files
@@ -124,6 +125,8 @@ def test_parts_of_another_graph_are_not_used_and_not_replaced(tmp_path: Path, ma
     ):
         ensure_parts_of(config_of(tmp_path / "parts", store), QUIET)
     assert stored_parts(f"file://{store}", {})[0].files == other.files
+    (store / PUSHED).write_text('{"made": 7}')
+    assert stored_parts(f"file://{store}", {}) == (stored_parts(f"file://{store}", {})[0], [])
 
 
 def test_without_a_store_and_in_mode_verify_nothing_is_uploaded(tmp_path: Path, made: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import socket
@@ -286,6 +287,13 @@ def test_a_key_file_that_was_cut_off_holds_no_key(tmp_path: Path, size: int) -> 
     path.write_bytes(whole[:size])
     problem = key_problem(str(path), None, "")
     assert problem is not None and "holds no RSA, ECDSA or Ed25519 private key" in problem[1]
+
+
+def test_a_certificate_that_was_cut_off_is_not_offered(sshd: Sshd, key: Path) -> None:
+    kind = b"ssh-rsa-cert-v01@openssh.com"
+    content = base64.b64encode(len(kind).to_bytes(4, "big") + kind)
+    key.with_name(f"{key.name}-cert.pub").write_bytes(kind + b" " + content + b"\n")
+    assert whoami(ssh_to(sshd, key=key)) == b"hello\n"
 
 
 def test_invalid_lines_in_known_hosts_are_skipped(tmp_path: Path) -> None:

@@ -63,13 +63,20 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
 
     Raises ``OSError`` for a pipe or device, since reading could block, and for more than ``most`` bytes.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         if most is not None and found.st_size > most:
             raise OSError(errno.EFBIG, f"it has {found.st_size:,} bytes, more than {most:,}", str(path))
         return file.read()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_NONBLOCK)  # does not wait for the other end of a pipe
+    except BlockingIOError:  # there is a lease, which an NFS server takes for its clients: they give it up when asked
+        return os.open(path, flags)
 
 
 def read_json(path: Path, most: int = 64 << 20) -> Any:

@@ -12,12 +12,15 @@ from typing import Any
 import duckdb
 import numpy as np
 import pytest
+import yaml
+from click.testing import CliRunner
 
 from partition_kit import assert_sound
 from trainer.core.errors import DataError
 from trainer.core.graph_attrs import decode_texts
 from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset
+from trainer.partition.cli import partition
 from trainer.partition.make import PartitionSpec, make_partition
 from trainer.sources.draft_tables import draft_tables
 from trainer.sources.load import dataset_fingerprint, load_dataset
@@ -847,6 +850,39 @@ def test_files_whose_names_make_the_same_type_are_drafted_apart(tmp_path: Path) 
     (tmp_path / "training.csv").write_text(buys)
     files = [table["files"] for table in draft_tables(tmp_path)["edges"].values()]
     assert sorted(files) == ["a-1.csv", "a_1.csv", "train.csv", "training.csv"]
+
+
+@pytest.mark.parametrize(
+    ("head", "values", "drafted", "option"),
+    [
+        ("at", ["2024-01-01 10:00 PM", "2024-01-02"], {"one_hot": ["at"]}, {}),  # a TIMESTAMP of DuckDB, but no time
+        ("time", [10**30, 10**30 + 1], {"features": ["time"], "standardize": True}, {}),
+        ("target", [0, 250_000], {"label": "target"}, {"num_classes": 0}),
+        ("target", [-7, 3], {"label": "target"}, {"num_classes": 0}),
+    ],
+)
+def test_drafted_times_and_labels_can_be_read(
+    tmp_path: Path, head: str, values: list[Any], drafted: dict[str, Any], option: dict[str, int]
+) -> None:
+    rows = "".join(f"m{k},{values[k % 2]}\n" for k in range(20))
+    people = "".join(f"p{k},m{k % 20}\n" for k in range(20))
+    likes = "who,whom\n" + "".join(f"p{k % 20},m{k * 3 % 20}\n" for k in range(60))
+    found = draft_tables(
+        write(tmp_path, members__csv=f"id,{head}\n{rows}", people__csv="id,m\n" + people, likes__csv=likes)
+    )
+    table = found["nodes"]["member"]
+    assert {key: table[key] for key in drafted} == drafted and "time" not in table
+    options = {key: of for key, of in found.items() if key != "comments"}
+    assert {key: of for key, of in options.items() if key == "num_classes"} == option
+    load(tmp_path, options, tmp_path / "work")
+
+
+def test_a_printed_draft_is_yaml_whatever_folder_and_columns_are_called(tmp_path: Path) -> None:
+    (tmp_path / "shop #2").mkdir()
+    folder = customers(tmp_path / "shop #2")
+    write(folder, members__csv='id,"two\nnames: x"\n' + "".join(f"m{k},\n" for k in range(20)))
+    printed = CliRunner().invoke(partition, ["tables", str(folder)])
+    assert yaml.safe_load(printed.output)["data"]["source"] == str(folder), printed.output
 
 
 def test_tables_of_licenses_are_drafted_and_texts_about_them_are_not(tmp_path: Path) -> None:

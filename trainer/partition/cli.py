@@ -226,16 +226,17 @@ def tables(folder: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(options, indent=1))
         return
-    click.echo(f"data:\n  dataset: tables\n  source: {folder}\n  options:")
+    source = yaml.safe_dump({"source": folder}, width=10_000, allow_unicode=True).strip()
+    click.echo(f"data:\n  dataset: tables\n  {source}\n  options:")
     comments = options.pop("comments")
     tables = {kind: options.pop(kind) for kind in ("nodes", "edges", "tasks") if kind in options}
     for line in comments["unused"]:
-        click.echo(f"    # {line}")
+        click.echo(f"    # {' '.join(line.splitlines())}")
     for kind, drafted in tables.items():
         click.echo(f"    {kind}:")
         for name, table in drafted.items():
             for line in comments[kind].get(name, ()):
-                click.echo(f"      # {line}")
+                click.echo(f"      # {' '.join(line.splitlines())}")  # a column's name may have line breaks
             flow = yaml.safe_dump(table, default_flow_style=True, sort_keys=False, width=100).strip()
             click.echo(f"      {name}: " + flow.replace("\n", "\n" + " " * 9))
     for name, plain in options.items():

@@ -15,7 +15,7 @@ from trainer.core.errors import DataError
 from trainer.core.graph_attrs import attr_name
 from trainer.data.raw_arrays import split_prefix
 from trainer.sources.csv_files import guessed_encoding
-from trainer.sources.table_columns import as_double, as_text, is_number_type, list_type, time_sql
+from trainer.sources.table_columns import as_double, as_text, is_number_type, list_type, moment_sql, time_sql
 from trainer.sources.table_database import ROW_NUMBER, Database, Scan, quoted
 from trainer.sources.table_files import is_parquet, table_files, tables_in
 from trainer.sources.table_options import LARGEST, EdgeTable, Table
@@ -125,7 +125,8 @@ class _Column:
         name = self.name.lower()
         likely = re.fullmatch(r"column\d+|.*(_at|_time|_date|_ts|timestamp)", name) is not None
         seconds = likely and _EPOCHS[0] <= self.low and self.high <= _EPOCHS[1]
-        return self.kind == "time" or (self.whole and (name in _TIMES or seconds))
+        fits = self.whole and -(2.0**63) <= self.low and self.high < 2.0**63
+        return self.kind == "time" or (fits and (name in _TIMES or seconds))
 
     @property
     def is_too_large(self) -> bool:
@@ -282,6 +283,16 @@ def draft_tables(folder: Path) -> dict[str, Any]:
                 one.file: next((c.present for c in one.columns if c.name == labels.get(one.file)), 0) or one.rows
                 for one in found
             }
+            for of, table in drafted["nodes"].items():
+                one = next((one for one in found if one.file == table.get("files")), None)
+                label = next((c for c in one.columns if c.name == table.get("label")), None) if one else None
+                if one is None or label is None or not label.whole or (label.low >= -1 and label.high < one.rows):
+                    continue
+                if len(labels) == 1:  # else the option would be that of another table, too
+                    drafted["num_classes"] = 0
+                    drafted["comments"]["nodes"].setdefault(of, []).append(
+                        f"{label.name}: {label.low:,.0f} to {label.high:,.0f}: numbers, not classes (num_classes: 0)"
+                    )
             return drafted
         finally:
             database.close()
@@ -369,6 +380,7 @@ def _column(scan: Scan, name: str, of: str, rows: int) -> _Column:
     number = as_double(name, of) if of != "DATE" and not of.startswith("TIMESTAMP") else "NULL"
     number = f"CASE WHEN NOT isnan({number}) THEN {number} END"
     moment = f"TRY_CAST({column} AS TIMESTAMP)" if not is_number_type(of) else "CAST(NULL AS TIMESTAMP)"
+    moment = moment_sql(column) if of == "VARCHAR" else moment
     present, numbers, whole, moments, finite, distinct, low, high = scan.database.rows(
         f"SELECT count({column}), count({number}), count(*) FILTER (WHERE {number} = floor({number})), "
         f"count({moment}), count(CASE WHEN isfinite({moment}) THEN 1 END), count(DISTINCT {column}), "

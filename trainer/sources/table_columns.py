@@ -358,9 +358,7 @@ def time_sql(scan: Scan, column: str) -> str:
         sql = _as_integer(column, of)
         if of == "VARCHAR":  # without true and false
             sql = f"CASE WHEN TRY_CAST({name} AS DOUBLE) IS NOT NULL THEN {sql} END"
-        # a blank before the offset, as in Python's and git's formats, is not read by DuckDB
-        moment = f"regexp_replace(trim({name}), '\\s+([+-]\\d\\d|Z$)', '\\1')"
-        moment = f"CAST(floor(epoch(TRY_CAST({moment} AS TIMESTAMPTZ))) AS BIGINT)"
+        moment = f"CAST(floor(epoch({moment_sql(name)})) AS BIGINT)"
         counts = f"SELECT count(({sql})), count(({moment})) FROM {scan.sql}"
         if of == "VARCHAR" and (found := scan.database.rows(counts, scan.where)[0])[1] > found[0]:
             sql = moment
@@ -372,6 +370,12 @@ def time_sql(scan: Scan, column: str) -> str:
     )
     _refuse(scan, column, f"({sql}) IS NULL", advice)
     return sql
+
+
+def moment_sql(name: str) -> str:
+    """Return an SQL expression for a text as TIMESTAMPTZ; NULL if it is none. ``name``: SQL expression of the text."""
+    # a blank before the offset, as in Python's and git's formats, is not read by DuckDB
+    return f"TRY_CAST(regexp_replace(trim({name}), '\\s+([+-]\\d\\d|Z$)', '\\1') AS TIMESTAMPTZ)"
 
 
 def split_sql(scan: Scan, column: str) -> str:

@@ -238,9 +238,13 @@ def _socket(host: SshHost, timeout: float) -> Iterator[socket.socket]:
     if not host.proxy_command:
         source = (host.bind_address, 0) if host.bind_address else None
         name = host.host
-        if host.family:
-            name = str(socket.getaddrinfo(name, host.port, host.family, socket.SOCK_STREAM)[0][4][0])
-        with socket.create_connection((name, host.port), timeout, source) as sock:
+        try:
+            if host.family:
+                name = str(socket.getaddrinfo(name, host.port, host.family, socket.SOCK_STREAM)[0][4][0])
+            connected = socket.create_connection((name, host.port), timeout, source)
+        except UnicodeError:  # ``a..b`` is no name of a host
+            raise socket.gaierror(socket.EAI_NONAME, "no host has such a name") from None
+        with connected as sock:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # saves 40 ms (delayed ACK) per command
             yield sock
         return

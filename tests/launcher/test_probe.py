@@ -22,7 +22,7 @@ import pytest
 from launcher.command import Command
 from launcher.errors import FleetError
 from launcher.node import leases, procs
-from launcher.node.programs import folders, machine, packages, probe
+from launcher.node.programs import folders, machine, network, packages, probe
 from launcher.plan.partition import read_partition_files
 from launcher.transport.local import LocalTransport
 from launcher.transport.rpc import NodeAgent
@@ -305,6 +305,7 @@ def test_names_are_resolved_within_a_time_limit(monkeypatch: pytest.MonkeyPatch)
     assert probed(names=["localhost", "no-such-host.invalid"])["names"]["no-such-host.invalid"] == ""
     monkeypatch.setattr(probe, "RESOLVE_SECONDS", 0.2)
     monkeypatch.setattr(probe, "lookup", lambda name: time.sleep(5) if name == "slow" else "10.0.0.1")
+    assert network.resolved({"gpu1..lan"}) == {"gpu1..lan": ""} and probe._route_to("gpu1..lan") == ""
     assert probe.resolved(["slow", "quick"]) == {"slow": "", "quick": "10.0.0.1"}
 
 

@@ -314,9 +314,10 @@ def test_a_closed_port(home: Path) -> None:
         ssh_to(port, password="x").connect(5)
 
 
-def test_a_name_that_does_not_resolve(home: Path) -> None:
-    node = NodeConfig(host="no-such-host.invalid")
-    with pytest.raises(UnreachableError, match="name no-such-host.invalid cannot be resolved"):
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "gpu1..lan"])
+def test_a_name_that_does_not_resolve(home: Path, name: str) -> None:
+    node = NodeConfig(host=name)
+    with pytest.raises(UnreachableError, match=f"name {name} cannot be resolved"):
         SshTransport(node, "strict", Credentials(), 0).connect(5)
 
 

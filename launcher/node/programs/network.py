@@ -233,7 +233,7 @@ def resolved(names: set[str]) -> dict[str, str]:
     def resolve(name: str) -> None:
         try:
             found[name] = str(socket.getaddrinfo(name, None, 0, socket.SOCK_STREAM)[0][4][0])
-        except OSError:
+        except (OSError, UnicodeError):
             pass  # stays ''
 
     threads = [threading.Thread(target=resolve, args=(name,), daemon=True) for name in unknown]

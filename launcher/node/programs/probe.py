@@ -134,7 +134,7 @@ def _route_to(peer: str) -> str:
             return str(sock.getsockname()[0])
         finally:
             sock.close()
-    except OSError:
+    except (OSError, UnicodeError):
         return ""
 
 

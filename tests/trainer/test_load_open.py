@@ -137,3 +137,14 @@ def test_a_graph_that_is_dropped_closes_its_files_at_once(tmp_path: Path) -> Non
         assert len(os.listdir("/proc/self/fd")) == before
     finally:
         gc.enable()
+
+
+def test_numbers_of_parts_are_integers_of_any_library(tmp_path: Path) -> None:
+    one = tmp_path / "parts"
+    make_partition(spec(one, num_parts=1), say=lambda _: None)
+    for part in (np.int64(0), torch.tensor(0), torch.tensor([0]), (np.int32(0),)):
+        with gf.open(one, part) as graph:
+            assert list(graph.store.parts) == [0]
+    for part in ("0", 0.0, ["0"]):
+        with pytest.raises(SettingsError, match="part: .*; expected the number of a part"):
+            gf.open(one, part)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +60,7 @@ def open_any(
         path = environ["GNNFLEET_PARTS"]
     placed = _layout_of_run(cluster, ranks) if cluster else None
     if part is not None:
-        part_ids: Sequence[int] | None = [part] if isinstance(part, int) else list(part)
+        part_ids: Sequence[int] | None = _part_ids(part)
     else:
         part_ids = _cluster(cluster).node(ranks.node_rank).parts if cluster else None
     access = RemoteAccess.from_env(environ)
@@ -121,6 +123,15 @@ def this_process(environ: Mapping[str, str] = os.environ) -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         return ranks
     return replace(ranks, rank=dist.get_rank(), world_size=dist.get_world_size())
+
+
+def _part_ids(part: Any) -> list[int]:
+    with suppress(TypeError):
+        return [operator.index(part)]
+    try:
+        return [operator.index(one) for one in part]
+    except TypeError:
+        raise SettingsError(f"part: {part!r}; expected the number of a part, or several") from None
 
 
 def _check_path(path: Any) -> None:

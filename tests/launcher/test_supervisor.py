@@ -298,3 +298,11 @@ def test_a_server_with_an_unwritable_kernel_folder_reports_it_at_once(tmp_path: 
     (reason,) = (event["reason"] for event in run.events() if event["kind"] == "server-compiles")
     kept = f"{tmp_path}/gnnfleet-kernels-{os.geteuid()}"
     assert reason == f"{tmp_path}/file/kernels cannot be written, so compiled kernels are kept in {kept}"
+
+
+def test_a_long_error_of_a_graph_server_is_cut_in_the_finding(folder: MakeFolder) -> None:
+    # Findings are part of each report to the lead node, which drops a connection with lines of more than 256 KiB.
+    serve = "import pathlib; pathlib.Path('server.ready').touch(); raise ValueError('x' * 60_000)"
+    finding = folder(server=python(serve), server_restarts=1).run()["findings"][0]
+    assert finding["kind"] == "server-restart" and "raised ValueError: xxx" in finding["text"]
+    assert len(finding["text"]) < 2200

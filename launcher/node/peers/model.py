@@ -24,7 +24,7 @@ def eof_patience(peer_timeout: float) -> float:
     return min(peer_timeout, max(_EOF_PATIENCE, peer_timeout / 3))
 
 
-_MAX_TEXT = 2000  # maximum length of a reason, in characters
+MAX_TEXT = 2000  #: maximum length of a reason or finding, in characters: messages to the hub are limited
 
 #: Why a run ended: ``{"node_rank", "name": rank3·server·launcher·node, "rank", "kind": failure·stop·lost·nan·stall,
 #: "reason", "t": seconds since the epoch, "follow_up": as in an outcome, "asked": {"by", "why", "now"} of a stop
@@ -123,14 +123,14 @@ def make_cause(
     """
     rank = int(name[4:]) if name.startswith("rank") else None
     if asked is not None:
-        texts = {name: str(asked.get(name) or "")[:_MAX_TEXT] for name in ("by", "why")}
+        texts = {name: str(asked.get(name) or "")[:MAX_TEXT] for name in ("by", "why")}
         asked = {**texts, "now": bool(asked.get("now"))}
     return {
         "node_rank": node_rank,
         "name": name,
         "rank": rank,
         "kind": kind,
-        "reason": reason[:_MAX_TEXT],
+        "reason": reason[:MAX_TEXT],
         "t": t,
         "follow_up": follow_up,
         "asked": asked,
@@ -146,7 +146,7 @@ def received_cause(cause: Cause | None, ahead: float, num_nodes: int) -> Cause |
         return None
     if cause["node_rank"] >= num_nodes:
         raise ValueError(f"no node {cause['node_rank']}")
-    return {**cause, "reason": cause["reason"][:_MAX_TEXT], "t": cause["t"] - ahead}
+    return {**cause, "reason": cause["reason"][:MAX_TEXT], "t": cause["t"] - ahead}
 
 
 def first_cause(*causes: Cause | None) -> Cause | None:

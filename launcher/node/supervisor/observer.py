@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.node.child_process import Loop
-from launcher.node.peers.model import Cause, Peers
+from launcher.node.peers.model import MAX_TEXT, Cause, Peers
 from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.journal import Journal
 
@@ -77,4 +77,4 @@ class Observer:
 
     def finding(self, text: str) -> Finding:
         about = {"t": time.time(), "kind": self.kind, "node_rank": self.first.node_rank, "rank": None}
-        return {**about, "text": text, "stop": False}
+        return {**about, "text": text[:MAX_TEXT], "stop": False}

@@ -14,6 +14,7 @@ from launcher.node import procs
 from launcher.node.child_process import Child, Loop, outcome
 from launcher.node.diagnostics.oom import OomWatch
 from launcher.node.exit_description import describe
+from launcher.node.peers.model import MAX_TEXT
 from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.journal import Journal
 
@@ -124,7 +125,7 @@ class ServerKeeper:
         procs.send_group(child.pid, signal.SIGKILL)  # a remaining process could still hold the port
         self._loop.forget(child)
         self._forget(child)
-        self._report(describe(self._last), pause)
+        self._report(describe(self._last)[:MAX_TEXT], pause)
 
     def _report(self, how: str, pause: float) -> None:
         tries = f"{len(self._restarts)} of {self._spec.server_restarts}"

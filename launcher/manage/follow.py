@@ -23,7 +23,7 @@ from launcher.run.interrupts import Interrupts, OnInterrupt
 from launcher.run.lifecycle import RunContext, conduct
 from launcher.text import count
 from launcher.transport import open_transport
-from launcher.transport.base import Completed, OnBytes, OnLine, Talk, Transport
+from launcher.transport.base import Completed, OnBytes, OnLine, Session, Talk, Transport
 
 
 def follow(
@@ -90,6 +90,9 @@ class _LateTransport(Transport):
 
     def talk(self, command: Command) -> Talk:
         return self._opened.talk(command)
+
+    def start_session(self, name: str, command: Command) -> Session | None:
+        return self._opened.start_session(name, command)
 
     def upload(self, source: Path, dest: str, *, offset: int = 0, on_bytes: OnBytes | None = None) -> None:
         self._opened.upload(source, dest, offset=offset, on_bytes=on_bytes)

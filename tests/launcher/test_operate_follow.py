@@ -9,9 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from launcher.command import Command
+from launcher.config.schema import ClusterConfig, DataConfig
+from launcher.errors import TransportError
+from launcher.manage.follow import _LateTransport
+from launcher.transport.local import LocalTransport
 from node_kit import ROOT
 from operate_kit import LocalRun
 
@@ -84,3 +90,15 @@ def test_closing_the_output_ends_following_only(local_run: LocalRun) -> None:
         out.write(json.dumps(metric) + "\n")
     assert viewer.wait(60) == 1
     assert still_runs(local_run)
+
+
+def test_a_node_that_is_reached_late_is_started_again_as_its_connection_does(tmp_path: Path) -> None:
+    class Scheduled(LocalTransport):
+        def start_session(self, name: str, command: Command) -> Any:
+            return name, command
+
+    late = _LateTransport(ClusterConfig(nodes=(), data=DataConfig(dataset="synthetic")), 0, TransportError("no job"))
+    with pytest.raises(TransportError, match="no job"):
+        late.start_session("s", Command(("true",)))
+    late._transport = Scheduled(0)
+    assert late.start_session("s", Command(("true",))) == ("s", Command(("true",)))

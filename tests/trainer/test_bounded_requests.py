@@ -141,6 +141,11 @@ def test_conditions_do_not_hide_work(graph: LocalGraph, monkeypatch: pytest.Monk
     with pytest.raises(ServiceError, match="the nodes have 30000 edges, over the limit of 20000"):
         bounded.sample_hops([HopRequest(HOMO_EDGE, nodes, 1, 0, 1, weight="w")])
     assert counted.asked == []
+    with pytest.raises(ServiceError, match="looks at more than 20000 edges"):
+        BoundedGraph(counted, counted, 1 << 30, lambda: True).has_edges(HOMO_EDGE, nodes, nodes)
+    some = np.repeat(nodes[:50], 100)
+    found = BoundedGraph(counted, counted, 1 << 30, lambda: True).has_edges(HOMO_EDGE, nodes[some], some)
+    np.testing.assert_array_equal(found, graph.has_edges(HOMO_EDGE, nodes[some], some))
     bounded = BoundedGraph(counted, counted, 1 << 30, lambda: True)
     assert bounded.sample_hops([HopRequest(HOMO_EDGE, nodes[:100], 1, 0, 1)])[0].counts.sum() == 100
 

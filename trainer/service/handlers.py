@@ -124,6 +124,8 @@ class BoundedGraph(GraphAccess):
                 f"{len(src)} pairs take {size} bytes while they are looked up, over the limit of {_MAX_SAMPLE}; "
                 "ask for fewer pairs at once"
             )
+        if isinstance(self._served, LocalGraph):  # the edges of each target are looked at once
+            self.look(int(self._served.degrees(edge_type, np.unique(dst)).sum()))
         return self._graph.has_edges(edge_type, src, dst)
 
     def endpoints(self, edge_type: EdgeType, edges: Ids) -> tuple[Ids, Ids]:
@@ -139,8 +141,8 @@ class BoundedGraph(GraphAccess):
         self._looks += edges
         if self._looks > MAX_LOOKS:
             raise ServiceError(
-                f"the batch looks at more than {MAX_LOOKS} edges, the limit of one request; make batches smaller, or "
-                "eps of the rule larger"
+                f"the request looks at more than {MAX_LOOKS} edges, its limit; make batches smaller, or eps of a rule "
+                "larger, or ask for fewer pairs at once"
             )
 
     def take_cost(self) -> Cost:

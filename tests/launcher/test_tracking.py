@@ -100,3 +100,19 @@ def test_a_plan_gives_trackers_the_settings_and_no_secret() -> None:
     assert shown["train"]["lr"] == 0.5 and shown["cluster"]["hosts"] == "a, b" and shown["cluster"]["ranks"] == 2
     assert not any(word in json.dumps(job) for word in ("hush", "endpoint", "LANG"))
     assert "--track" not in plan.nodes[0].trainer.argv  # type: ignore[union-attr]
+
+
+def test_trackers_with_another_environment_end_with_the_run(
+    tmp_path: Path, loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracking, "_PATIENCE", 0.1)
+    monkeypatch.setattr(tracking, "_MARGIN", 0.1)
+    command = {"argv": ["env", "-i", "sleep", "60"], "env": {}, "cwd": str(tmp_path), "job": {"trackers": {}}}
+    spec = NodeSpec("r1", "t", 0, str(tmp_path), (RunNode("a", ranks=(0,)),), None, None, 9.0, 1.0, tracker=command)
+    tracked = tracking.Tracking(spec, Journal(str(tmp_path), 0), loop, loop.poll)
+    tracked.begin(spec, None)
+    time.sleep(0.5)  # until it has its environment
+    began, end = time.monotonic(), End("done", None)
+    tracked.conclude(end)
+    assert tracked.ended(Sight(spec, Peers(spec), {"ranks": {}}, []), end) == []
+    assert time.monotonic() - began < stretched(10)

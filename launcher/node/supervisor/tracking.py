@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -128,7 +129,9 @@ class Tracking(Observer):
         while self._child.running() and time.monotonic() < self._deadline:
             self.idle(0.05)
         procs.end(lambda: procs.with_variable(self.mark), 0.0, lambda: self.idle(0.05))
-        while self._child.running():
+        procs.send_group(self._child.pid, signal.SIGKILL)  # it may have given itself another environment
+        give_up = time.monotonic() + _MARGIN  # as for a process that waits for its disk
+        while self._child.running() and time.monotonic() < give_up:
             self.idle(0.05)
         self.loop.forget(self._child)
         self._child = None

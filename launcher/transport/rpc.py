@@ -89,6 +89,7 @@ class NodeAgent:
         # -S: reading .pth files takes longer than starting Python; packages.py finds site-packages by itself
         self._talk = transport.talk(replace(python, argv=(*python.argv, "-S", "-c", _BOOT)))
         self._sent: set[str] = set()
+        self._owed = 0  # requests without an answer; answers come in the order of the requests
         with suppress(TransportError):  # ``call`` raises the error
             self._talk.send(repr(program_source("agent")))
 
@@ -124,10 +125,14 @@ class NodeAgent:
 
     def _exchange(self, asked: dict[str, Any], timeout: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
+        self._owed += 1
         with suppress(TransportError):  # receive tells an ended process from a lost connection
             self._talk.send(repr(asked))
         while (line := self._talk.receive(max(0.0, deadline - time.monotonic()))) is not None:
             if line.startswith(MARKER):
+                self._owed -= 1
+                if self._owed:  # to an earlier request, whose time was over
+                    continue
                 text = line[len(MARKER) :]
                 with suppress(
                     ValueError, TypeError, LookupError, SyntaxError, MemoryError, RecursionError, OverflowError

@@ -97,6 +97,16 @@ def test_an_agent_that_hangs_times_out(programs: Path, monkeypatch: pytest.Monke
     assert time.monotonic() - begun < stretched(5)
 
 
+def test_an_answer_that_comes_too_late_is_not_that_of_the_next_call(programs: Path) -> None:
+    (programs / "slow.py").write_text("import time\ndef main(request):\n    time.sleep(request)\n    return request")
+    with agent() as node:
+        assert node.call("slow", 0, 30) == 0  # type: ignore[arg-type]
+        with pytest.raises(CommandTimeout):
+            node.call("slow", 0.6, 0.1)  # type: ignore[arg-type]
+        assert node.call("slow", 0, 30) == 0  # type: ignore[arg-type]
+        assert abs(node.clock_offset(30)) < stretched(1)
+
+
 def test_an_agent_without_python_is_an_error(programs: Path) -> None:
     for python, says in (("/no/python", r"cannot run /no/python .* – set `python`, `venv` or"), ("false", "status 1")):
         with agent(Command((python,))) as node, pytest.raises(NodeCallError, match=says):

@@ -30,6 +30,8 @@ _ENDING = 10.0  # seconds beyond the grace in which the nodes end their processe
 # Every message of a hub repeats its decision with the earlier restarts, and messages are limited (``link.MAX_LINE``).
 _RECORDS = 200  # restarts that it lists, the newest
 
+_WHOLE = 3  # of them with their nodes and ranks
+
 _WORDS = 200  # characters of their texts
 
 _READING = 600.0  # seconds for a node that has ended its processes and still reads a large checkpoint
@@ -225,7 +227,7 @@ class Restarts:
         self.lost = {}
         cause = own or peers.cause
         if spec.restarts and cause is not None and cause["kind"] != "stop":
-            history = {"records": [*map(_shortened, self.records[-_RECORDS:])], "gone": self._gone | peers.gone}
+            history = {"records": _shortened(self.records), "gone": self._gone | peers.gone}
             self.rendezvous = _Rendezvous(spec, self._first, self._loop, peers, own, history)
 
     def look(self, peers: Peers) -> Peers:
@@ -309,8 +311,11 @@ def _gone(k: int, restart: dict[str, Any]) -> dict[str, Any]:
     return {"since": restart["t"], "t": restart["t"], "why": why, "how": "lost", "kind": "node-lost", "text": why}
 
 
-def _shortened(restart: dict[str, Any]) -> dict[str, Any]:
-    """Return a record of an earlier restart without what only the last one needs."""
-    texts = {name: restart[name] for name in ("text", "reason")}
-    cut = {name: text if len(text) <= _WORDS else f"{text[:_WORDS]}…" for name, text in texts.items()}
-    return {**restart, **cut, "nodes": [], "ranks": {}}
+def _shortened(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of earlier restarts for a decision, oldest first."""
+    found = []
+    for age, one in enumerate(reversed(records[-_RECORDS:])):
+        texts = {name: one[name] for name in ("text", "reason")}
+        cut = {name: text if len(text) <= _WORDS else f"{text[:_WORDS]}…" for name, text in texts.items()}
+        found.append({**one, **cut} if age < _WHOLE else {**one, **cut, "nodes": [], "ranks": {}})
+    return found[::-1]

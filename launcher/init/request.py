@@ -93,7 +93,7 @@ def _has_tables(folder: Path) -> bool:
         return False
     readme = ("readme", "license")
     return any(
-        name.lower().endswith(_TABLES) and not name.lower().startswith(readme)
+        name.lower().endswith(_TABLES) and not (name.lower().startswith(readme) and name.lower().endswith(".txt"))
         for _, _, names in os.walk(folder)
         for name in names
     )

@@ -364,7 +364,7 @@ def test_questions_at_a_terminal_lead_to_a_file_that_passes_check(tmp_path: Path
     ("file", "dataset"),
     [
         ("users.csv", "tables"), ("papers/0000.parquet", "tables"), ("papers/year=2020/0000.PARQUET", "tables"),
-        ("edge_index.npy", "file"), ("readme.txt", "file"),
+        ("edge_index.npy", "file"), ("readme.txt", "file"), ("licenses.csv", "tables"),
     ],
 )  # fmt: skip
 def test_a_folder_with_tables_or_folders_of_tables_is_recognised(tmp_path: Path, file: str, dataset: str) -> None:

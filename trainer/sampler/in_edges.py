@@ -47,7 +47,7 @@ class Rows(NamedTuple):
     weight: Any  #: float64 [e], or empty
     time: Any  #: int64 [e], or empty
     degree: Any  #: int32 [m], in-edges by all edge types
-    kind: Any  #: int8 [m], index of the node type, or empty: the graph has one type
+    kind: Any  #: int8|int16 [m], index of the node type, or empty: the graph has one type
 
 
 class Hidden(NamedTuple):
@@ -74,6 +74,7 @@ class _InEdges:
         self._schema, self._walked, self._types = store.manifest, walked, list(store.manifest.nodes)
         sizes = [spec.num_nodes for spec in store.manifest.nodes.values()]
         self._first = dict(zip(self._types, np.cumsum([0, *sizes]).tolist(), strict=False))
+        self._kind = np.int8 if len(self._types) < 128 else np.int16
         self._most = (available_memory() or _LITTLE_MEMORY) // 8
         self._lock = threading.Lock()
         size = 8 * sum(spec.num_edges for spec in store.manifest.edges.values())
@@ -131,7 +132,7 @@ class _InEdges:
         none = np.empty(0, np.int64)
         self._tables, self._ids, self._used = RelabelTables(self._schema), none, 0
         self._known = Rows(
-            none, none, np.empty(0, np.int32), np.empty(0), none, np.empty(0, np.int32), np.empty(0, np.int8)
+            none, none, np.empty(0, np.int32), np.empty(0), none, np.empty(0, np.int32), np.empty(0, self._kind)
         )
 
     def _numbers(self, access: GraphAccess, of: NodeType, ids: Array) -> Ids:
@@ -150,7 +151,7 @@ class _InEdges:
                 begin=np.concatenate([known.begin, none]),
                 end=np.concatenate([known.end, none]),
                 degree=np.concatenate([known.degree, degree.astype(np.int32)]),
-                kind=np.concatenate([known.kind, np.full(len(new), self._types.index(of), np.int8)]),
+                kind=np.concatenate([known.kind, np.full(len(new), self._types.index(of), self._kind)]),
             )
         return local.astype(np.int64)
 
@@ -223,7 +224,7 @@ class _InEdges:
             all_counts.append(counts)
             all_columns.append(columns)
             degrees.append(degree.astype(np.int32))
-            kinds.append(np.full(spec.num_nodes, number, np.int8))
+            kinds.append(np.full(spec.num_nodes, number, self._kind))
         none = np.empty(0, np.int64)
         columns = {
             name: _chained([each[name] for each in all_columns if name in each]) for name in ("src", "weight", "time")
@@ -235,7 +236,7 @@ class _InEdges:
                 read_only,
                 (
                     ends[:-1], ends[1:], columns["src"], columns["weight"], columns["time"],
-                    _chained(degrees), none.astype(np.int8) if only else _chained(kinds),
+                    _chained(degrees), none.astype(self._kind) if only else _chained(kinds),
                 ),
             )
         )  # fmt: skip

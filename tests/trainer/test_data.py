@@ -245,6 +245,7 @@ MISTAKES = {
     "float seeds": ({"train_idx": np.array([0.0, 1.0])}, {}, "holds float64"),
     "ids and mask": ({"train_mask": np.zeros(6, bool)}, {}, "split 'train' is given twice"),
     "mask columns": ({"val_mask": np.zeros((6, 3), bool)}, {}, "the mask has 3 columns; choose one with option split"),
+    "a name that no file can have": ({"a" * 240: LABELS}, {}, "an attribute cannot be called 'aaa"),
     "reserved name": ({"orig_id": LABELS}, {}, "an attribute cannot be called 'orig_id'"),
     "unknown option": ({}, {"undirectd": True}, "unknown option 'undirectd'; did you mean 'undirected'"),
     "bad option": ({}, {"num_classes": "many"}, "option num_classes must be a whole number, not 'many'"),

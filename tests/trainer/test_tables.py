@@ -496,6 +496,17 @@ def facts_of(folder: Path, rows: str, **keys: Any) -> dict[str, Any]:
     return {"nodes": {"thing": {"files": "things.csv", "id": "id"}}, "edges": {"facts": table}}
 
 
+def test_names_of_types_that_no_file_can_have_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"edge type thing__rrr.*rrr__thing has 189 characters, more than 180"):
+        load(tmp_path, facts_of(tmp_path, f"a,{'r' * 175},b,x,train\n"), tmp_path / "work")
+    options = {**SHOP, "edges": {f"user__{'r' * 300}__item": SHOP["edges"]["user__rates__item"]}}
+    with pytest.raises(DataError, match="rrr… has 300 characters; types can have at most 180"):
+        load(shop(tmp_path), options, tmp_path / "work2")
+    nested = {"nodes": SHOP["nodes"], "edges": "[" * 100_000}
+    with pytest.raises(DataError, match=r"data\.options\.edges must map types to tables"):
+        load(tmp_path, nested, tmp_path / "work3")
+
+
 def test_a_column_of_relations_makes_an_edge_type_of_each(tmp_path: Path) -> None:
     rows = "a,part of,b,x,\nb,is-a,c,y,test\nc,part of,a,,val\na,is-a,c,x,\nz,is-a,c,x,\nb,part of,a,y,test\n"
     graph = load(tmp_path, facts_of(tmp_path, rows, split="split", dangling="drop"), tmp_path / "work")

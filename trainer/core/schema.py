@@ -30,6 +30,9 @@ HOMO_EDGE: EdgeType = (HOMO_NODE, "to", HOMO_NODE)  #: the edge type of a homoge
 
 _WORD = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.+-]|_(?!_))*")  #: without ``__``, which joins the words of a type name
 
+#: characters of a type's or attribute's name: file names have at most 255 with what stands before and behind it
+LONGEST_NAME = 180
+
 
 def type_name(of: AnyType) -> str:
     """Return the name of a node or edge type in folders and JSON, such as ``paper``, ``author__writes__paper``."""
@@ -72,6 +75,8 @@ def check_word(word: str, where: str) -> None:
         raise DataError(
             f"{where}: {word!r} cannot name a node type or relation; use letters, digits, '.', '+', '-' and single '_'"
         )
+    if len(word) > LONGEST_NAME:
+        raise DataError(f"{where}: {word[:20]}… has {len(word)} characters; types can have at most {LONGEST_NAME}")
 
 
 def target_name(of: AnyType | LinkTypes) -> str:

@@ -12,7 +12,7 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.errors import DataError
 from trainer.core.graph_attrs import CLASSES, is_task_table
 from trainer.core.row_sort import Scratch
-from trainer.core.schema import HOMO_NODE, EdgeType, NodeType, check_word, type_name
+from trainer.core.schema import HOMO_NODE, LONGEST_NAME, EdgeType, NodeType, check_word, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
 from trainer.data.edges import first_outside
 from trainer.data.hold_out import hold_out_given
@@ -46,6 +46,11 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
     for of in (*raw.node_types, *raw.edges):
         for word in [of] if isinstance(of, str) else of:
             check_word(word, raw.name)
+        if len(name := type_name(of)) > LONGEST_NAME:
+            raise DataError(
+                f"{raw.name}: edge type {name[:20]}…{name[-20:]} has {len(name)} characters, more than "
+                f"{LONGEST_NAME}; use shorter names"
+            )
     graph = sort_arrays(_native(raw), options)
     notes = [*graph.notes]
     nodes = {of: _node_data(of, graph, options, notes, scratch) for of in graph.node_types}
@@ -330,7 +335,7 @@ def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes
                 f"{array.place}: left out, {array.description} is not one row of numbers for each of {rows} {of}"
             )
             continue
-        if not NAME_PATTERN.fullmatch(name) or name in RESERVED_ATTRS:
+        if not NAME_PATTERN.fullmatch(name) or name in RESERVED_ATTRS or len(name) > LONGEST_NAME:
             raise DataError(f"{array.place}: an attribute cannot be called {name!r}; rename it")
         if not per_row:
             found = len(values) if values.ndim else 0

@@ -542,7 +542,7 @@ class _Conversion:
         texts = {name: self.names.pop(name) for name in [*self.names] if name.startswith(self._prefix(of))}
         for code, word in enumerate(self.relations[scan.where]):
             own = (of[0], word, of[2])
-            name = f"{len(found):04d}-{type_name(of)}"
+            name = f"{len(found):04d}-{type_name(of)[:100]}"
             kept = kept_edges(
                 data, lambda piece, code=code: codes[piece] == code, Scratch(self.arrays.folder, 0), name  # type: ignore[misc]
             )  # fmt: skip

@@ -103,7 +103,7 @@ class TableArrays:
 
     def empty(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
         self._serial += 1
-        path = self.folder / f"{self._serial:04d}-{name}.npy"
+        path = self.folder / f"{self._serial:04d}-{name[:100]}.npy"
         if 0 in shape:
             return np.empty(shape, dtype)
         array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)

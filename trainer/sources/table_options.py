@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from datetime import datetime, timezone
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from trainer.core.errors import DataError
+from trainer.core.files import parse_json
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType, check_word, type_name
 from trainer.data.options import SourceOptions, parse_options
 
@@ -216,7 +216,7 @@ def _edge_type(name: str, node_types: tuple[NodeType, ...]) -> EdgeType:
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
         with suppress(ValueError):  # reported below
-            value = json.loads(value)
+            value = parse_json(value)
     if not isinstance(value, Mapping) or not value or not all(isinstance(key, str) for key in value):
         example = "paper: {files: papers.csv, id: …}" if name == "nodes" else "cites: {files: …, source: …, target: …}"
         what = "is missing" if value is None else "must map types to tables"

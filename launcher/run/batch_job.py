@@ -73,7 +73,7 @@ def request_checkpoint(plan: LaunchPlan, transports: Mapping[int, Transport], sa
     say("Slurm ends the job soon: saving a checkpoint")
     try:
         done = transports[plan.lead].run(command, timeout=_CHECKPOINT_TIMEOUT + 10.0)
-    except FleetError as error:
+    except (FleetError, OSError) as error:  # OSError: srun cannot be started; the run is stopped nevertheless
         say(f"no checkpoint could be saved now ({error}); the run resumes from an earlier one")
         return
     if done.returncode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import json
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -23,6 +25,7 @@ from launcher.errors import ConfigError, RemoteFileError, UsageError
 from launcher.manage import submit
 from launcher.plan.sbatch import sbatch_script, warning_seconds
 from launcher.report.launch_file import LaunchFile
+from launcher.run.batch_job import request_checkpoint
 from launcher.run.config_of_options import slurm_overrides
 from launcher.run.launch import LaunchContext
 from launcher.run.options import LaunchOptions
@@ -30,6 +33,7 @@ from launcher.transport import slurm
 from launcher.transport.local import LocalTransport
 from launcher.transport.slurm import SlurmTransport, open_slurm
 from launcher.transport.slurm_client import JobStatus, job_status
+from run_kit import make_launch, make_node
 
 CONFIG = "transport: slurm\ndata: {dataset: synthetic}\n"
 
@@ -364,3 +368,13 @@ def test_names_of_jobs_may_be_in_any_encoding(tmp_path: Path, fake: Callable[[st
     script = tmp_path / "bin/scontrol"
     script.write_text(script.read_text().replace("JobId=7", "JobId=7 JobName=M$'\\xfc'ller"))
     assert job_status("7").running
+
+
+def test_without_the_checkpoint_of_the_warning_the_run_is_stopped_nevertheless(tmp_path: Path) -> None:
+    class Full(LocalTransport):
+        def run(self, *_: Any, **more: Any) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    said: list[str] = []
+    request_checkpoint(make_launch([make_node(tmp_path, 0, [])]), {0: Full(0)}, said.append)
+    assert "no checkpoint could be saved now" in said[-1] and "Too many open files" in said[-1]

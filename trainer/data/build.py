@@ -44,9 +44,10 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
     if raw.hetero and not raw.edges:
         raise DataError(f"{raw.name}: no edges; a heterogeneous graph has arrays named source__relation__target")
     for of in (*raw.node_types, *raw.edges):
-        for word in [of] if isinstance(of, str) else of:
+        words = [of] if isinstance(of, str) else [*of]
+        for word in words:
             check_word(word, raw.name)
-        if len(name := type_name(of)) > LONGEST_NAME:
+        if len(name := "__".join(words)) > LONGEST_NAME:
             raise DataError(
                 f"{raw.name}: edge type {name[:20]}…{name[-20:]} has {len(name)} characters, more than "
                 f"{LONGEST_NAME}; use shorter names"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter, defaultdict
+from dataclasses import replace
+from itertools import pairwise
 
 import networkx as nx
 import numpy as np
@@ -17,6 +19,7 @@ from torch_geometric.utils import sort_edge_index, to_undirected
 
 from fast_cases import fast_cases
 from load_kit import CITES, REV, WRITES, assert_same, hetero_data, homo_data, parts_of
+from partitions import typed_store
 from samplers_kit import TWO_HOSTS, assert_same_everywhere, over_the_wire
 from train_kit import curve, job, run_ranks, write_parts
 from trainer import DistPPRLoader, DistWalkLoader
@@ -25,6 +28,9 @@ from trainer.core.ranks import Ranks
 from trainer.core.schema import HOMO_EDGE
 from trainer.infer.infer import infer
 from trainer.sampler import ruled_hops
+from trainer.sampler.dist_graph import DistGraph
+from trainer.sampler.in_edges import InEdgesOf, Walked
+from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.rule_types import PPR
 from trainer.sampler.rules import rule_edges
 from trainer.sampler.types import SampleSettings, SeedSet, TimeRule
@@ -254,6 +260,18 @@ def test_a_push_that_meets_more_nodes_than_it_has_room_for_starts_again(monkeypa
     monkeypatch.setattr(ruled_hops, "_FIRST_BITS", 1)
     (batch,) = DistPPRLoader(graph, 5, "paper", **options)
     assert_same(batch, expected)
+
+
+def test_a_graph_may_have_many_types_of_nodes():
+    types = [f"t{number}" for number in range(130)]
+    follows = [(source, "to", target) for source, target in pairwise(types)]
+    store = typed_store(dict.fromkeys(types, 2), dict.fromkeys(follows, np.zeros((2, 1), np.int64)), 2)
+    access = DistGraph(LocalGraph(store), {})
+    nodes = np.arange(2)
+    for opened in (store, replace(store, parts={0: store.parts[0]})):  # on one host, and as on one of two
+        edges = InEdgesOf(opened)(Walked(tuple(follows), None, None))
+        rows, _, numbers, _ = edges.view(access, "t129", nodes, True, {})
+        assert rows.kind[numbers].tolist() == [129, 129] and rows.degree[numbers].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("loader", [DistPPRLoader, DistWalkLoader])

@@ -74,7 +74,7 @@ class _InEdges:
         self._schema, self._walked, self._types = store.manifest, walked, list(store.manifest.nodes)
         sizes = [spec.num_nodes for spec in store.manifest.nodes.values()]
         self._first = dict(zip(self._types, np.cumsum([0, *sizes]).tolist(), strict=False))
-        self._kind = np.int8 if len(self._types) < 128 else np.int16
+        self._kind: np.dtype[Any] = np.dtype(np.int8 if len(self._types) < 128 else np.int16)
         self._most = (available_memory() or _LITTLE_MEMORY) // 8
         self._lock = threading.Lock()
         size = 8 * sum(spec.num_edges for spec in store.manifest.edges.values())

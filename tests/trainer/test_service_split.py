@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from cache_kit import ready
 from partitions import typed_store
 from requests_kit import PLAIN
+from trainer.core.errors import ServiceError
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.sampler.types import HopSample, RowRequest, TimeBound
@@ -83,3 +85,15 @@ def test_one_array_for_two_types_is_split_by_each() -> None:
     ((only,),) = host.asked
     assert (only.of, only.ids.tolist()) == ("a", [8])
     assert rows[1]["orig_id"].tolist() == [12, 7]
+
+
+def test_neighbours_that_are_no_nodes_are_refused() -> None:
+    # Their positions would be written beside the table of the sampler.
+    class Damaged(Recorder):
+        def sample_hops(self, requests):
+            return [HopSample(np.ones(len(r.nodes), np.int32), np.full(len(r.nodes), 1 << 30), None) for r in requests]
+
+    graph = graph_of(Damaged(1, 2))
+    request = replace(PLAIN, edge_type=TYPES[0], nodes=np.arange(graph.books["b"].size))
+    with pytest.raises(ServiceError, match=r"recorder: sent neighbours by .* that are no 'a' nodes"):
+        graph.sample_hops([request])

@@ -91,6 +91,14 @@ class SampleHops(GraphRequest[list[HopSample]], frozen=True):
             for one, shares in zip(self.requests, found, strict=True)
         ]
 
+    def check_answer(self, answer: list[HopSample], store: PartStore, host: str) -> None:
+        for one, sample in zip(self.requests, answer, strict=True):
+            of, src = one.edge_type[0], sample.src
+            if len(src) and not 0 <= src.min() <= src.max() < store.manifest.nodes[of].num_nodes:
+                raise ServiceError(
+                    f"{host}: sent neighbours by {one.edge_type} that are no {of!r} nodes; is its part damaged?"
+                )
+
     def check(self) -> None:
         rows = 0
         for one in self.requests:

@@ -36,7 +36,7 @@ def losses(done: Launched) -> list[float]:
 
 
 def state(folder: Path, k: int) -> dict:
-    found: dict = json.loads((folder / f"node{k}/runs/again/node{k}/state.json").read_text())
+    found: dict = json.loads((folder / f"node{k}/runs/trains-again/node{k}/state.json").read_text())
     return found
 
 
@@ -48,7 +48,7 @@ def test_the_loss_curve_is_that_of_a_run_without_a_failure(
     monkeypatch.setenv("TMUX_TMPDIR", str(tmp_path))
     run = {"restarts": 3, "peer_timeout": 3, "grace": 1, "server_restarts": 0}
     config = local_config(tmp_path, [1, 1, 1], train=TRAIN, data={"replicas": 2}, run=run)
-    running = Running(config, "--run-id", "again").await_epoch(3)
+    running = Running(config, "--run-id", "trains-again").await_epoch(3)
     if what in ("rank", "server"):
         name = "rank1" if what == "rank" else "server"
         os.kill(next(one["pid"] for one in state(tmp_path, 1)["processes"] if one["name"] == name), signal.SIGKILL)
@@ -57,7 +57,7 @@ def test_the_loss_curve_is_that_of_a_run_without_a_failure(
             running.process.kill()
         os.kill(state(tmp_path, 0 if what == "lead node" else 2)["pid"], signal.SIGKILL)
     if what == "launcher and node":
-        wait_until((tmp_path / "node0/runs/again/node0/result.json").exists)
+        wait_until((tmp_path / "node0/runs/trains-again/node0/result.json").exists)
         done = _follow(tmp_path)
     else:
         done = running.end()
@@ -70,7 +70,7 @@ def test_the_loss_curve_is_that_of_a_run_without_a_failure(
 
 
 def _follow(folder: Path) -> Launched:
-    argv = [sys.executable, str(REPOSITORY / "launch.py"), "follow", "again"]
+    argv = [sys.executable, str(REPOSITORY / "launch.py"), "follow", "trains-again"]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=DEADLINE, check=False)
     return Launched(done.returncode, done.stdout + done.stderr, folder)
 
@@ -87,7 +87,7 @@ def test_sharded_rows_continue_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert whole.status == 0, whole.output
     run = {"restarts": 3, "peer_timeout": 3, "grace": 1}
     config = local_config(tmp_path, [1, 1, 1], train=train, data={**data, "replicas": 2}, run=run)
-    running = Running(config, "--run-id", "again").await_epoch(4)
+    running = Running(config, "--run-id", "trains-again").await_epoch(4)
     os.kill(state(tmp_path, 0)["pid"], signal.SIGKILL)  # the lead node, which has rank 0 and its rows
     done = running.end()
     assert done.status == 0, done.output

@@ -365,41 +365,25 @@ def test_a_server_that_was_cut_off_does_not_know_whether_the_run_goes_on(tmp_pat
     assert stops == ["all nodes have ended"] and "every node stops" not in scene.output
 
 
-@pytest.mark.parametrize("error", [FleetError("tmux does not answer"), OSError("no space")])
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [FleetError("tmux does not answer"), FleetError("tmux does not answer"), None],
+        [OSError("no space"), OSError("no space"), None],
+        [ConnectionLost("connection lost"), SessionExists("node1: tmux session exists")],  # it had been started
+    ],
+)
 def test_a_node_whose_return_failed_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[Exception | None]
 ) -> None:
-    tries: list[str] = []
-    returned = threading.Event()
+    left, returned = list(answers), threading.Event()
 
     def return_session(transport: FakeNode, node: Any, *, start_timeout: float) -> None:
-        tries.append(node.label)
-        if len(tries) < 3:
-            raise error
-        returned.set()
-
-    for name in ("_RETURN_AFTER", "_RETURN_AGAIN"):
-        monkeypatch.setattr(follow_module, name, 0.1)
-    monkeypatch.setattr(follow_module, "return_session", return_session)
-    going = state(generation=1, restarts=[{}], gone={"1": {}}, hub=0)
-    lead = FakeNode(0, [going, returned, lambda: time.sleep(0.3), ended(0, more={"generation": 1, "gone": {}})])
-    lost = line(lost={"reason": "the supervisor is gone", "state": None})
-    scene = Scene(tmp_path, lead, FakeNode(1, [state(), lost], [state("waiting"), returned, ended(1)]), restarts=3)
-    followed = scene.follow()
-    assert len(tries) == 3 and set(followed.results) == {0, 1}
-    assert scene.output.count("could not be started again") == 1, "each reason is said once"
-
-
-def test_a_node_that_an_unanswered_return_has_started_is_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers: list[Exception] = [ConnectionLost("connection lost"), SessionExists("node1: tmux session exists")]
-    returned = threading.Event()
-
-    def return_session(transport: FakeNode, node: Any, *, start_timeout: float) -> None:
-        if len(answers) == 1:
+        answer = left.pop(0)
+        if not left:
             returned.set()
-        raise answers.pop(0)
+        if answer:
+            raise answer
 
     for name in ("_RETURN_AFTER", "_RETURN_AGAIN"):
         monkeypatch.setattr(follow_module, name, 0.1)
@@ -408,7 +392,9 @@ def test_a_node_that_an_unanswered_return_has_started_is_followed(
     lead = FakeNode(0, [going, returned, lambda: time.sleep(0.5), ended(0, more={"generation": 1, "gone": {}})])
     lost = line(lost={"reason": "the supervisor is gone", "state": None})
     scene = Scene(tmp_path, lead, FakeNode(1, [state(), lost], [state("waiting"), returned, ended(1)]), restarts=3)
-    assert set(scene.follow().results) == {0, 1} and not answers
+    followed = scene.follow()
+    assert not left and set(followed.results) == {0, 1}
+    assert scene.output.count("could not be started again") == 1, "each reason is said once"
 
 
 def test_a_node_is_started_again_after_another_has_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,16 +41,16 @@ def loop() -> Iterator[Loop]:
 
 
 @pytest.mark.parametrize(
-    ("lease", "use"),
+    ("lease", "use", "added"),
     [
-        (fcntl.F_WRLCK, lambda path: open_regular(path).read()),
-        (fcntl.F_WRLCK, lambda path: next(LineTail(path).lines())),
-        (fcntl.F_RDLCK, lambda path: append_json(path, {"kind": "step"})),
-        (fcntl.F_RDLCK, lambda path: LineLog(path).close()),
+        (fcntl.F_WRLCK, lambda path: open_regular(path).read(), ""),
+        (fcntl.F_WRLCK, lambda path: next(LineTail(path).lines()), ""),
+        (fcntl.F_RDLCK, lambda path: append_json(path, {"kind": "step"}), '{"kind": "step"}\n'),
+        (fcntl.F_RDLCK, lambda path: LineLog(path).close(), ""),
     ],
 )
 def test_a_file_that_an_nfs_server_has_delegated_to_a_client_is_opened(
-    tmp_path: Path, lease: int, use: Callable[[str], Any]
+    tmp_path: Path, lease: int, use: Callable[[str], Any], added: str
 ) -> None:
     path = tmp_path / "metrics-rank0.jsonl"
     path.write_text('{"kind": "start"}\n')
@@ -60,7 +60,9 @@ def test_a_file_that_an_nfs_server_has_delegated_to_a_client_is_opened(
     fcntl.fcntl(holder, fcntl.F_SETLEASE, lease)
     client.start()
     try:
-        use(str(path))
+        read = use(str(path))
+        assert lease == fcntl.F_RDLCK or "start" in str(read)
+        assert path.read_text() == '{"kind": "start"}\n' + added
     finally:
         client.join()
         signal.signal(signal.SIGIO, before)

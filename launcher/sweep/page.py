@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher.report.html.charts import bars
@@ -36,7 +36,19 @@ def sweep_page(definition: Definition, trials: Sequence[Trial], metric: Metric, 
     if best is not None and best.score is not None:
         facts.insert(0, Fact(f"best {metric.title}", score_text(best.score), "good"))
         headline = f"{best.name} was best: {values_words(best, definition.space)}" + (f" · {why}" if why else "")
-    charts = [*_charts(definition, trials, metric)]
+
+    charts: list[Chart] = []
+    if scored := [trial for trial in trials if trial.score is not None]:
+        charts += [_parallel(definition, scored, metric), _history(definition, scored, metric)]
+    if shares := importance(definition, scored):
+        names = sorted(shares, key=lambda key: -shares[key])
+        note = (
+            "Share of the scores' variance that the values of a key alone explain; ranges are divided into "
+            f"{_BINS}. With few trials, chance explains a part of it."
+        )
+        chart = bars("importance", "importance of the keys", names, [round(shares[key], 4) for key in names], "share")
+        charts.append(Chart(chart.key, chart.title, chart.data, {**chart.layout, "bargap": 0.6}, chart.height, note))
+
     failed = tuple(f"{trial.name}: {trial.cause}" for trial in trials if trial.state == "failed")
     keys = [dimension.key for dimension in definition.space]
     columns = ("trial", *(f"#{key}" for key in keys), "state", "#epochs", f"#{metric.title}", "#took", "hosts", "run")
@@ -63,26 +75,9 @@ def _order(trial: Trial, metric: Metric) -> tuple[bool, float]:
     return (trial.state != "done" or trial.score is None, sign * (trial.score or 0.0))
 
 
-def _charts(definition: Definition, trials: Sequence[Trial], metric: Metric) -> Iterator[Chart]:
-    scored = [trial for trial in trials if trial.score is not None]
-    if not scored:
-        return
-    best = best_trial(scored, metric.better)
-    yield _parallel(definition, scored, metric, best)
-    yield _history(definition, scored, metric)
-    shares = importance(definition, scored)
-    if shares:
-        names = sorted(shares, key=lambda key: -shares[key])
-        note = (
-            "Share of the scores' variance that the values of a key alone explain; ranges are divided into "
-            f"{_BINS}. With few trials, chance explains a part of it."
-        )
-        chart = bars("importance", "importance of the keys", names, [round(shares[key], 4) for key in names], "share")
-        yield Chart(chart.key, chart.title, chart.data, {**chart.layout, "bargap": 0.6}, chart.height, note)
-
-
-def _parallel(definition: Definition, scored: Sequence[Trial], metric: Metric, best: Trial | None) -> Chart:
+def _parallel(definition: Definition, scored: Sequence[Trial], metric: Metric) -> Chart:
     """Each trial is a line through its values and its score; all axes have the same height."""
+    best = best_trial(scored, metric.better)
     axes = [*definition.space, None]
     names = [dimension.key if dimension else metric.title for dimension in axes]
     scores = [trial.score or 0.0 for trial in scored]
@@ -105,7 +100,24 @@ def _parallel(definition: Definition, scored: Sequence[Trial], metric: Metric, b
                 },
             }
         )  # fmt: skip
-    marks = [mark for i, dimension in enumerate(axes) for mark in _marks(i, dimension, low, high)]
+
+    # The values beside each axis.
+    marks = []
+    texts: Mapping[float, str]
+    for place, dimension in enumerate(axes):
+        if isinstance(dimension, Choices):
+            texts = {_height(dimension, text): text for text in dimension.texts}
+        elif dimension is not None:
+            texts = {0.0: f"{dimension.low:g}", 1.0: f"{dimension.high:g}"}
+        else:
+            texts = {0.0: score_text(low), 1.0: score_text(high)} if low != high else {0.5: score_text(low)}
+        for height, text in texts.items():
+            marks.append(
+                {
+                    "x": place, "y": height, "text": text, "showarrow": False, "xanchor": "left", "xshift": 6,
+                    "yshift": 7, "font": {"size": 11},
+                }
+            )  # fmt: skip
     layout = {
         "xaxis": {
             "tickvals": [*range(len(axes))], "ticktext": [*map(_plain, names)], "range": [-0.25, len(axes) - 0.6],
@@ -116,21 +128,6 @@ def _parallel(definition: Definition, scored: Sequence[Trial], metric: Metric, b
     }  # fmt: skip
     note = "Orange: the best trial; the darker a line, the better; dotted: pruned."
     return Chart("parallel", "values and score of each trial", data, layout, 380, note)
-
-
-def _marks(place: int, dimension: Dimension | None, low: float, high: float) -> Iterator[Mapping[str, Any]]:
-    texts: Mapping[float, str]
-    if isinstance(dimension, Choices):
-        texts = {_height(dimension, text): text for text in dimension.texts}
-    elif dimension is not None:
-        texts = {0.0: f"{dimension.low:g}", 1.0: f"{dimension.high:g}"}
-    else:
-        texts = {0.0: score_text(low), 1.0: score_text(high)} if low != high else {0.5: score_text(low)}
-    for height, text in texts.items():
-        yield {
-            "x": place, "y": height, "text": text, "showarrow": False, "xanchor": "left", "xshift": 6, "yshift": 7,
-            "font": {"size": 11},
-        }  # fmt: skip
 
 
 def _height(dimension: Dimension, text: str) -> float:

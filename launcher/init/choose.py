@@ -42,7 +42,15 @@ def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
         return {k: next(iter(host.environments), None) for k, host in facts.items()}
     if request.environment:
         return {k: _named(request, host.environments) for k, host in facts.items()}
-    common = _most_common(facts)
+
+    # The versions that most hosts have of all packages; of equally frequent ones, those with the newest torch.
+    counts: Counter[tuple[str, ...]] = Counter()
+    newest: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for host in facts.values():
+        complete = [one for one in host.environments if one.complete]
+        counts.update({one.matched_versions for one in complete})
+        newest |= {one.matched_versions: one.numbers("torch") for one in complete}
+    common = max(counts, key=lambda versions: (counts[versions], newest[versions]), default=())
     paths = Counter(
         (one.key, one.path) for host in facts.values() for one in host.environments if one.matched_versions == common
     )
@@ -69,20 +77,6 @@ def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | 
         if one.path == path or key == "conda" and one.key == "conda" and one.path.rpartition("/")[2] == path:
             return Environment(key, text, one.versions)
     return None
-
-
-def _most_common(facts: Mapping[int, HostFacts]) -> tuple[str, ...]:
-    """Return the most frequent ``matched_versions`` of environments with all packages; () if there is none.
-
-    Of equally frequent versions, those with the newest torch are returned.
-    """
-    counts: Counter[tuple[str, ...]] = Counter()
-    newest: dict[tuple[str, ...], tuple[int, ...]] = {}
-    for host in facts.values():
-        complete = [one for one in host.environments if one.complete]
-        counts.update({one.matched_versions for one in complete})
-        newest |= {one.matched_versions: one.numbers("torch") for one in complete}
-    return max(counts, key=lambda versions: (counts[versions], newest[versions]), default=())
 
 
 def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironment, ...]:

@@ -89,22 +89,35 @@ def discover(
 ) -> Discovery:
     """Query all connected hosts in parallel. Errors of a host are returned, not raised."""
     connections = {k: one for k, one in opened.items() if isinstance(one, Transport)}
+    # Any version of Python will do: the query searches for the one to train with.
+    folders = [f"{text.rstrip('/')}/bin" for text in (request.venv, request.conda) if text and "/" in text]
+    given = [f'export PATH="$PATH":{quote(folder)}' for folder in folders]
+    python = Command((request.python,) if request.python else ANY_PYTHON, setup=(MORE_PYTHONS, *given))
+    if request.local:
+        python = Command((sys.executable,))
     with open_agents() as agents:
 
         def query(k: int) -> HostFacts:
-            agents[k] = NodeAgent(connections[k], _python(request))
+            agents[k] = NodeAgent(connections[k], python)
             return _host_facts(request, config, k, agents[k])
 
         answers = on_nodes(connections, query, timeout=_TIMEOUT)
         errors: dict[int, Exception] = {k: one for k, one in opened.items() if isinstance(one, TransportError)}
         errors |= answers.errors
-        working = {k: agents[k] for k in sorted(answers.values)}
-        shared, here = _shared(answers.values, working)
+        facts = {k: answers.values[k] for k in sorted(answers.values)}
+
+        # Folders that all hosts share, and whether this machine shares them as well.
+        found: dict[str, tuple[bool, bool]] = {}
+        if len(facts) > 1:
+            first, *others = facts
+            for folder in facts[first].shares:
+                if all(folder in facts[k].shares for k in others):
+                    found[folder] = _is_shared(folder, agents, first, others)
     return Discovery(
-        {k: answers.values[k] for k in sorted(answers.values)},
+        facts,
         {k: _node_error(errors[k]) for k in sorted(errors)},
-        shared,
-        here,
+        tuple(folder for folder, (by_all, _) in found.items() if by_all),
+        tuple(folder for folder, seen in found.items() if all(seen)),
     )
 
 
@@ -115,15 +128,6 @@ def _node_error(error: Exception) -> NodeError:
     if isinstance(error, FleetError | TimeoutError):
         return NodeError(f"no answer ({error})", remedy="check whether a disk or network folder of the host hangs")
     raise error
-
-
-def _python(request: InitRequest) -> Command:
-    # Any version will do: the query searches for the Python to train with.
-    if request.local:
-        return Command((sys.executable,))
-    folders = [f"{text.rstrip('/')}/bin" for text in (request.venv, request.conda) if text and "/" in text]
-    given = [f'export PATH="$PATH":{quote(folder)}' for folder in folders]
-    return Command((request.python,) if request.python else ANY_PYTHON, setup=(MORE_PYTHONS, *given))
 
 
 def _host_facts(request: InitRequest, config: ResolvedConfig, k: int, agent: NodeAgent) -> HostFacts:
@@ -146,19 +150,6 @@ def _host_facts(request: InitRequest, config: ResolvedConfig, k: int, agent: Nod
         home=probed["home"],
         shares=tuple(found["shares"]),
     )
-
-
-# -- shared folders ------------------------------------------------------
-
-
-def _shared(facts: Mapping[int, HostFacts], agents: Mapping[int, NodeAgent]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the folders that all hosts share, and which of them this machine shares as well."""
-    if len(agents) < 2:
-        return (), ()
-    first, *others = agents
-    names = [folder for folder in facts[first].shares if all(folder in facts[k].shares for k in others)]
-    found = {folder: _is_shared(folder, agents, first, others) for folder in names}
-    return tuple(name for name in names if found[name][0]), tuple(name for name in names if all(found[name]))
 
 
 def _is_shared(folder: str, agents: Mapping[int, NodeAgent], first: int, others: Sequence[int]) -> tuple[bool, bool]:

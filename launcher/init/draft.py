@@ -122,12 +122,13 @@ class Draft:
 
 
 def text_of(draft: Draft) -> str:
-    sections = (_head(draft), _defaults(draft), _nodes(draft), _data(draft), _train(draft))
+    sections = (_cluster(draft), _data(draft), _train(draft))
     return signed(render(line for section in sections for line in [*section, Line()]).rstrip("\n") + "\n")
 
 
-def _head(draft: Draft) -> Iterator[Line]:
-    request, today = draft.request, time.strftime("%Y-%m-%d")
+def _cluster(draft: Draft) -> Iterator[Line]:
+    """Yield the lines before ``data``: name, access, ``defaults`` and ``nodes``."""
+    request, default, today = draft.request, draft.default, time.strftime("%Y-%m-%d")
     yield Line("", f"Written by `gnnfleet init` on {today}, for the hosts as found then; see docs/config.md.")
     launch = f"#   {draft.program} --config {draft.file}"
     check = f"#   {draft.program} check --config {draft.file}"
@@ -142,10 +143,8 @@ def _head(draft: Draft) -> Iterator[Line]:
         yield Line(
             f"host_keys: {request.host_keys}", "unknown SSH host keys: strict refuses them, accept-new stores them"
         )
+    yield Line()
 
-
-def _defaults(draft: Draft) -> Iterator[Line]:
-    request, default = draft.request, draft.default
     yield Line("defaults:", "apply to every node; keys of a node take precedence")
     for name, plain in request.login.items():
         yield Line(f"  {name}: {value(plain)}")
@@ -160,28 +159,20 @@ def _defaults(draft: Draft) -> Iterator[Line]:
         yield Line(f"  venv: {OWN_VENV}", "made by `gnnfleet setup`: no Python with torch was found")
     yield Line("  workdir: ~/gnnfleet-work/node{node_rank}", "folder on the node for code, parts and runs")
     yield Line("  # procs: 2", "training processes on a node without devices; default: 1")
+    yield Line()
 
-
-def _versions(environment: Environment) -> str:
-    shown = [
-        f"{name} {environment.versions[name]}"
-        for name in ("python", "torch", "torch_geometric")
-        if environment.versions.get(name)
-    ]
-    return ", ".join(shown)
-
-
-def _nodes(draft: Draft) -> Iterator[Line]:
     yield Line("nodes:", "in node_rank order; the first one is the lead node")
-    for k, host in enumerate(draft.request.hosts):
+    for k, host in enumerate(request.hosts):
         error = draft.discovery.errors.get(k)
         if error:
-            why = reason(draft.request, k, error).replace("\n", " ")
+            why = reason(request, k, error).replace("\n", " ")
             yield Line("  ", f"Left out: {why}")
             yield Line(f"  # - {value(host)}")
         else:
             facts, chosen, devices = draft.discovery.facts[k], draft.chosen[k], draft.devices[k]
-            own = _own_environment(draft, chosen)
+            own = None  # an environment other than that of ``defaults``
+            if chosen and default and not (request.environment or request.local):
+                own = chosen if (chosen.key, chosen.path) != (default.key, default.path) else None
             machine = f"{count(facts.cpus, 'CPU')}, {size(facts.memory)}" + ("" if facts.gpus else ", no GPU")
             keys = bool(own or devices)
             yield Line(f"  - host: {value(host)}" if keys else f"  - {value(host)}", machine)
@@ -195,12 +186,13 @@ def _nodes(draft: Draft) -> Iterator[Line]:
                 yield Line("    ", remark)
 
 
-def _own_environment(draft: Draft, chosen: Environment | None) -> Environment | None:
-    """Return the node's environment if it differs from that of ``defaults``, else None."""
-    default = draft.default
-    if draft.request.environment or draft.request.local or chosen is None or default is None:
-        return None
-    return chosen if (chosen.key, chosen.path) != (default.key, default.path) else None
+def _versions(environment: Environment) -> str:
+    shown = [
+        f"{name} {environment.versions[name]}"
+        for name in ("python", "torch", "torch_geometric")
+        if environment.versions.get(name)
+    ]
+    return ", ".join(shown)
 
 
 def _remarks(facts: HostFacts, chosen: Environment | None) -> Iterator[str]:

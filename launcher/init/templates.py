@@ -7,6 +7,7 @@ import re
 import sysconfig
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import takewhile
 from pathlib import Path
 
 from launcher.errors import UsageError
@@ -32,16 +33,13 @@ def templates() -> tuple[Template, ...]:
     folder = next((top / "templates" for top in tops if (top / "templates" / "local.yml").is_file()), None)
     if folder is None:
         raise UsageError(f"no templates in {CODE_ROOT} or {_INSTALLED[0]}; copy them from a checkout of gnnfleet")
-    return tuple(Template(path.stem, path, _about(path)) for path in sorted(folder.glob("*.yml")))
-
-
-def _about(path: Path) -> str:
-    words: list[str] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("# ") or line.startswith("#   "):
-            break
-        words.append(line[2:])
-    return re.split(r"[.:] |[.:]$", " ".join(words))[0]
+    found = []
+    for path in sorted(folder.glob("*.yml")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        comment = takewhile(lambda line: line.startswith("# ") and not line.startswith("#   "), lines)
+        about = re.split(r"[.:] |[.:]$", " ".join(line[2:] for line in comment))[0]
+        found.append(Template(path.stem, path, about))
+    return tuple(found)
 
 
 def named(name: str) -> Template:

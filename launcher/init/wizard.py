@@ -25,7 +25,6 @@ from launcher.init.draft import Draft, is_unedited, text_of
 from launcher.init.questions import ask_access, ask_environment, common_remedy, reason, reasons
 from launcher.init.request import InitRequest, config_of, in_flags
 from launcher.node.exit_description import size
-from launcher.preflight.finding import Finding
 from launcher.run.config_of_options import read_config
 from launcher.run.options import LaunchOptions
 from launcher.text import count
@@ -137,16 +136,20 @@ def _connect(request: InitRequest, before: Opened, options: InitOptions) -> Open
     return {**before, **{ranks[i]: one for i, one in opened.items()}}
 
 
-# -- output --------------------------------------------------------------
-
-
 def _show(draft: Draft, console: Console) -> None:
     """Print a table of the hosts, why hosts were left out, and the command that installs missing packages."""
     table = Table("Host", "CPUs", "Memory", "GPUs", "Python", box=SIMPLE_HEAD)
     for column in table.columns:
         column.overflow = "fold"
     for k, host in enumerate(draft.request.hosts):
-        table.add_row(escape(host), *map(escape, _cells(draft, k)), style="red" if k in draft.discovery.errors else "")
+        if k in draft.discovery.errors:
+            table.add_row(escape(host), "–", "–", "–", "left out, see below", style="red")
+            continue
+        facts, chosen = draft.discovery.facts[k], draft.chosen[k]
+        used = ", ".join(map(str, draft.devices[k])) if draft.devices[k] else "none used"
+        gpus = f"{used} of {len(facts.gpus)} × {facts.gpus[0].name}" if facts.gpus else "none"
+        python = f"{chosen.path}: torch {chosen.versions['torch']}" if chosen else "none with torch"
+        table.add_row(*map(escape, (host, str(facts.cpus), size(facts.memory), gpus, python)))
     console.print(table)
     for line in reasons(draft.request, draft.discovery.errors):
         console.print(f"[bold red]left out[/] {escape(line)}", soft_wrap=True)
@@ -169,16 +172,6 @@ def _setup_command(draft: Draft) -> str:
     return f"{draft.program} setup --config {draft.file}"
 
 
-def _cells(draft: Draft, k: int) -> tuple[str, ...]:
-    if k in draft.discovery.errors:
-        return ("–", "–", "–", "left out, see below")
-    facts, chosen = draft.discovery.facts[k], draft.chosen[k]
-    used = ", ".join(map(str, draft.devices[k])) if draft.devices[k] else "none used"
-    gpus = f"{used} of {len(facts.gpus)} × {facts.gpus[0].name}" if facts.gpus else "none"
-    python = f"{chosen.path}: torch {chosen.versions['torch']}" if chosen else "none with torch"
-    return str(facts.cpus), size(facts.memory), gpus, python
-
-
 def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> dict[str, Any]:
     """Run ``gnnfleet check`` on the new file over the open connections; return {"blocked", "findings"} for --json."""
     from dataclasses import asdict
@@ -188,24 +181,25 @@ def _check(draft: Draft, dest: Path, opened: Opened, options: InitOptions) -> di
 
     launch_options = LaunchOptions(dest)
     config = read_config(launch_options)
+    ranks = list(draft.discovery.facts)  # hosts that were left out have no node_rank
     connections: Opened = {}
-    for k, index in enumerate(draft.discovery.facts):  # hosts that were left out have no node_rank
+    for k, index in enumerate(ranks):
         connection = opened[index]
         assert isinstance(connection, Transport)
         connections[k] = connection
     report = check_over(config, launch_options, connections)
-    report = replace(report, findings=tuple(_with_remedy(draft, finding) for finding in report.findings))
-    print_findings(report, options.console)
-    return {"blocked": report.blocked, "findings": [asdict(finding) for finding in report.findings]}
 
-
-def _with_remedy(draft: Draft, finding: Finding) -> Finding:
-    """Return ``finding``. If a host has no environment, the remedy becomes the command that creates an environment."""
-    chosen = draft.chosen[list(draft.discovery.facts)[finding.node_rank]]
-    if chosen is not None or finding.check not in ("python", "packages"):
-        return finding
+    # On a host without an environment, the remedy is to make one.
     remedy = f"run `{_setup_command(draft)}`, or name another environment in the file"
-    return replace(finding, remedy=remedy, command="", login=())
+    findings = tuple(
+        replace(one, remedy=remedy, command="", login=())
+        if one.check in ("python", "packages") and draft.chosen[ranks[one.node_rank]] is None
+        else one
+        for one in report.findings
+    )
+    report = replace(report, findings=findings)
+    print_findings(report, options.console)
+    return {"blocked": report.blocked, "findings": [asdict(finding) for finding in findings]}
 
 
 def check_writable(dest: Path, force: bool, ask: bool) -> None:

@@ -121,17 +121,13 @@ class _Bounds:
     offsets: bool  #: whether the values are offsets, otherwise ids
 
     def problem(self) -> str | None:
-        return self._offsets_problem() if self.offsets else self._ids_problem()
-
-    def _ids_problem(self) -> str | None:
-        for start in range(0, len(self.values), _CHUNK):
-            chunk = self.values[start : start + _CHUNK]
-            if chunk.min() < 0 or chunk.max() >= self.limit:
-                at = int(np.flatnonzero((chunk < 0) | (chunk >= self.limit))[0])
-                return f"position {start + at}: {chunk[at]} is outside 0 to {self.limit - 1}"
-        return None
-
-    def _offsets_problem(self) -> str | None:
+        if not self.offsets:
+            for start in range(0, len(self.values), _CHUNK):
+                chunk = self.values[start : start + _CHUNK]
+                if chunk.min() < 0 or chunk.max() >= self.limit:
+                    at = int(np.flatnonzero((chunk < 0) | (chunk >= self.limit))[0])
+                    return f"position {start + at}: {chunk[at]} is outside 0 to {self.limit - 1}"
+            return None
         if self.values[0] != 0 or self.values[-1] != self.limit:
             return f"goes from {self.values[0]} to {self.values[-1]}, expected 0 to {self.limit}"
         for start in range(0, len(self.values) - 1, _CHUNK):
@@ -193,16 +189,14 @@ class PartFiles:
             tops.setdefault(bounds.path.partition("/")[0], []).append(bounds)
         for top, of_top in tops.items():
             note = FileNote(self.root / top / _NOTE)
-            self._check([each for each in of_top if not note.has(self.root / each.path, each.path, str(each.limit))])
+            left = [each for each in of_top if not note.has(self.root / each.path, each.path, str(each.limit))]
+            if not left:
+                continue
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                for bounds, problem in zip(left, pool.map(_Bounds.problem, left), strict=True):
+                    if problem is not None:
+                        raise PartitionError(f"{self.root / bounds.path}: {problem}; {FIX}")
             note.save()
-
-    def _check(self, all_bounds: list[_Bounds]) -> None:
-        if not all_bounds:
-            return
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            for bounds, problem in zip(all_bounds, pool.map(_Bounds.problem, all_bounds), strict=True):
-                if problem is not None:
-                    raise PartitionError(f"{self.root / bounds.path}: {problem}; {FIX}")
 
     def _mapped(self, path: str) -> Array:
         name = f"{path}.npy"

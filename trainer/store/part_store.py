@@ -180,7 +180,15 @@ def open_parts(
         files = PartFiles(root, manifest)
         opener = PartOpener(files, manifest)
         parts = {part_id: opener.part(part_id, light=False) for part_id in wanted}
-        replicas = {part_id: _open_replica(opener, part_id) for part_id in others}
+        replicas = {}
+        for part_id in others:
+            try:
+                replicas[part_id] = opener.part(part_id, light=True)
+            except PartitionError as error:
+                raise PartitionError(
+                    f"{error}\nreplicated topology needs the edges, ids and 1-d attributes of part {part_id} on this "
+                    "host too; send them, or run with --topology partitioned"
+                ) from error
         global_ids = opener.global_ids() if manifest.num_parts > 1 else {}
         splits, graph_attrs = opener.splits(), opener.graph_attrs()
         files.check_ranges()
@@ -210,16 +218,6 @@ def _arrays(part: Part) -> Iterator[Array]:
             yield edges.endpoints
 
 
-def _open_replica(opener: PartOpener, part_id: int) -> Part:
-    try:
-        return opener.part(part_id, light=True)
-    except PartitionError as error:
-        raise PartitionError(
-            f"{error}\nreplicated topology needs the edges, ids and 1-d attributes of part {part_id} on this host too;"
-            " send them, or run with --topology partitioned"
-        ) from error
-
-
 @dataclass(frozen=True)
 class PartOpener:
     """Opens the arrays of a partition folder: the names, dtypes and shapes of its files."""
@@ -245,44 +243,39 @@ class PartOpener:
         return {name: self.files.array(f"shared/graph/{name}", spec.stored, spec.shape) for name, spec in attrs.items()}
 
     def part(self, part_id: int, *, light: bool) -> Part:
-        num_parts = self.manifest.num_parts
+        num_parts, files = self.manifest.num_parts, self.files
         if not 0 <= part_id < num_parts:
-            raise PartitionError(f"{self.files.root}: no part {part_id}; the folder has {num_parts} parts")
-        return Part(
-            part_id,
-            {of: self._nodes(of, part_id, light) for of in self.manifest.nodes},
-            {of: self._edges(of, part_id, light) for of in self.manifest.edges},
-        )
-
-    def _nodes(self, of: NodeType, part_id: int, light: bool) -> NodePart:
-        spec, top = self.manifest.nodes[of], f"part{part_id}/nodes/{of}"
-        count = _count(spec.offsets, part_id)
-        return NodePart(
-            start=spec.offsets[part_id],
-            orig_id=self.files.ids(f"{top}/orig_id", count, spec.num_nodes),
-            attrs=self._attrs(top, spec.attrs, count, light),
-            scales=self._scales(top, spec.attrs, count, light),
-        )
-
-    def _edges(self, of: EdgeType, part_id: int, light: bool) -> EdgePart:
-        spec, top = self.manifest.edges[of], f"part{part_id}/edges/{type_name(of)}"
-        sources, targets = self.manifest.nodes[of[0]], self.manifest.nodes[of[2]]
-        count, files = _count(spec.offsets, part_id), self.files
-        times = {name: files.array(f"{top}/src_times/{name}", np.dtype(np.int64), (count,)) for name in spec.src_times}
-        endpoints = None
-        if not light:
-            shape = (_count(endpoint_offsets(spec.num_edges, self.manifest.num_parts), part_id), 2)
-            endpoints = files.id_rows(f"{top}/endpoints", shape, [sources.num_nodes, targets.num_nodes])
-        return EdgePart(
-            start=spec.offsets[part_id],
-            indptr=files.offsets(f"{top}/indptr", _count(targets.offsets, part_id), count),
-            indices=files.ids(f"{top}/indices", count, sources.num_nodes),
-            orig_id=files.ids(f"{top}/orig_id", count, spec.num_edges),
-            attrs=self._attrs(top, spec.attrs, count, light),
-            src_times=times,
-            scales=self._scales(top, spec.attrs, count, light),
-            endpoints=endpoints,
-        )
+            raise PartitionError(f"{files.root}: no part {part_id}; the folder has {num_parts} parts")
+        nodes: dict[NodeType, NodePart] = {}
+        for node_type, spec in self.manifest.nodes.items():
+            top, count = f"part{part_id}/nodes/{node_type}", _count(spec.offsets, part_id)
+            nodes[node_type] = NodePart(
+                start=spec.offsets[part_id],
+                orig_id=files.ids(f"{top}/orig_id", count, spec.num_nodes),
+                attrs=self._attrs(top, spec.attrs, count, light),
+                scales=self._scales(top, spec.attrs, count, light),
+            )
+        edges: dict[EdgeType, EdgePart] = {}
+        for of, edge_spec in self.manifest.edges.items():
+            top, count = f"part{part_id}/edges/{type_name(of)}", _count(edge_spec.offsets, part_id)
+            sources, targets = self.manifest.nodes[of[0]], self.manifest.nodes[of[2]]
+            int64 = np.dtype(np.int64)
+            times = {name: files.array(f"{top}/src_times/{name}", int64, (count,)) for name in edge_spec.src_times}
+            endpoints = None
+            if not light:
+                shape = (_count(endpoint_offsets(edge_spec.num_edges, num_parts), part_id), 2)
+                endpoints = files.id_rows(f"{top}/endpoints", shape, [sources.num_nodes, targets.num_nodes])
+            edges[of] = EdgePart(
+                start=edge_spec.offsets[part_id],
+                indptr=files.offsets(f"{top}/indptr", _count(targets.offsets, part_id), count),
+                indices=files.ids(f"{top}/indices", count, sources.num_nodes),
+                orig_id=files.ids(f"{top}/orig_id", count, edge_spec.num_edges),
+                attrs=self._attrs(top, edge_spec.attrs, count, light),
+                src_times=times,
+                scales=self._scales(top, edge_spec.attrs, count, light),
+                endpoints=endpoints,
+            )
+        return Part(part_id, nodes, edges)
 
     def _attrs(self, top: str, specs: Mapping[str, AttrSpec], count: int, light: bool) -> dict[str, Array]:
         return {

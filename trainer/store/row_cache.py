@@ -62,7 +62,14 @@ class RowCache:
         target = Path(folder)
         new, old = (target.with_name(f".{target.name}.{what}.{os.getpid()}") for what in ("new", "old"))
         try:
-            self._write(new)
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            for place, cached in enumerate(self.types.values()):
+                np.save(new / f"{place}.slots.npy", cached.slots)
+                for number, values in enumerate(cached.rows.values()):
+                    np.save(new / f"{place}.{number}.npy", values)
+            index = {of: list(cached.rows) for of, cached in self.types.items()}
+            (new / _INDEX).write_text(json.dumps(index), encoding="utf-8")
             if target.exists():
                 target.rename(old)
             new.rename(target)
@@ -91,16 +98,6 @@ class RowCache:
             )
         except (OSError, ValueError) as error:
             raise PartitionError(f"cache {root} cannot be read: {error}; delete it to create it again") from error
-
-    def _write(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for place, cached in enumerate(self.types.values()):
-            np.save(folder / f"{place}.slots.npy", cached.slots)
-            for number, values in enumerate(cached.rows.values()):
-                np.save(folder / f"{place}.{number}.npy", values)
-        index = {of: list(cached.rows) for of, cached in self.types.items()}
-        (folder / _INDEX).write_text(json.dumps(index), encoding="utf-8")
 
 
 def _map(path: Path) -> Array:

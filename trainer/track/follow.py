@@ -92,7 +92,11 @@ class _Following:
                 self.save(done=dict(done), problem="")
             found = read_object(self._folder / "nodes.json")
             if found and found["t"] > shown + (0 if last else _SYSTEM):
-                tracker.log([_system_point(found, state["began"])])
+                figures: dict[str, float] = {}  # the last ones of all nodes and ranks, as the supervisors know them
+                for kind in ("node", "rank"):
+                    for number, known in found[f"{kind}s"].items():
+                        figures |= _scalars(known, f"system/{kind}{number}")
+                tracker.log([Point("seconds", max(0, round(found["t"] - state["began"])), found["t"], figures)])
                 shown = found["t"]
             if last:
                 break
@@ -135,15 +139,13 @@ class _Tail:
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return list(_parsed(whole))
-
-
-def _parsed(lines: bytes) -> Iterator[dict[str, Any]]:
-    for text in lines.splitlines():
-        with suppress(ValueError):  # cut off by a full disk
-            line = json.loads(text)
-            if isinstance(line, dict):
-                yield line
+        found = []
+        for text in whole.splitlines():
+            with suppress(ValueError):  # cut off by a full disk
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    found.append(line)
+        return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -232,15 +234,6 @@ def _new_points(lines: Iterable[Mapping[str, Any]], done: dict[str, int]) -> Ite
             if point.at > done.get(curve, 0) and point.values:
                 done[curve] = point.at
                 yield point
-
-
-def _system_point(found: Mapping[str, Any], began: float) -> Point:
-    """Return the last figures of all nodes and ranks, as the supervisors know them (``track/nodes.json``)."""
-    values: dict[str, float] = {}
-    for kind in ("node", "rank"):
-        for number, figures in found[f"{kind}s"].items():
-            values |= _scalars(figures, f"system/{kind}{number}")
-    return Point("seconds", max(0, round(found["t"] - began)), found["t"], values)
 
 
 def _scalars(tree: Mapping[str, Any], above: str) -> dict[str, float]:

@@ -62,7 +62,11 @@ class Mlflow:
         for i in range(0, len(new), _PARAMS):
             self._client.log_batch(self._id, params=new[i : i + _PARAMS])
         self._client.log_batch(self._id, tags=[RunTag(key, text) for key, text in {**tags, **changed}.items()])
-        self.place = Place(self._id, _page(uri, number, self._id), FOLDER if local else "")
+        page = ""
+        if at.scheme in ("http", "https"):  # without credentials that ``uri`` may have
+            host = f"{at.hostname}:{at.port}" if at.port else str(at.hostname)
+            page = f"{at.scheme}://{host}{at.path.rstrip('/')}/#/experiments/{number}/runs/{self._id}"
+        self.place = Place(self._id, page, FOLDER if local else "")
 
     def log(self, points: Sequence[Point]) -> None:
         metrics = [
@@ -81,12 +85,3 @@ class Mlflow:
         tags = {"gnnfleet.state": state, "mlflow.note.content": title_of({"state": state, **summary})}
         self._client.log_batch(self._id, metrics=numbers, tags=[RunTag(key, text) for key, text in tags.items()])
         self._client.set_terminated(self._id, _STATES[state])
-
-
-def _page(uri: str, experiment: str, run: str) -> str:
-    """Return the address of the run's page, without credentials that ``uri`` may have; '' without a server."""
-    parts = urlsplit(uri)
-    if parts.scheme not in ("http", "https"):
-        return ""
-    host = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
-    return f"{parts.scheme}://{host}{parts.path.rstrip('/')}/#/experiments/{experiment}/runs/{run}"

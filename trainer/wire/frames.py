@@ -149,14 +149,29 @@ def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None 
             f"{len(message.arrays)} arrays and a body of {len(message.body)} bytes are too many for one message; the "
             f"limits are {MAX_ARRAYS} and {MAX_BODY}"
         )
-    arrays = [_on_wire(array, max_array) for array in message.arrays]
+    arrays, descriptors = [], []
+    for array in message.arrays:
+        dtype = array.dtype.newbyteorder("<")
+        if dtype not in _CODE_OF_DTYPE:
+            raise WireError(
+                f"arrays of dtype {array.dtype} cannot be sent; only booleans and numbers up to 128 bits can"
+            )
+        if array.ndim > _MAX_NDIM:
+            raise WireError(f"an array of {array.ndim} dimensions cannot be sent; the most is {_MAX_NDIM}")
+        if array.nbytes > max_array:
+            raise WireError(
+                f"an array takes {array.nbytes} bytes, over the limit of {max_array}; ask for fewer nodes at once"
+            )
+        shape = array.shape + (0,) * (_MAX_NDIM - array.ndim)
+        descriptors.append(_DESCRIPTOR.pack(_CODE_OF_DTYPE[dtype], array.ndim, _PAD, *shape))
+        arrays.append(np.asarray(array, dtype=dtype, order="C"))
     if (total := sum(array.nbytes for array in arrays)) > MAX_MESSAGE:
         raise WireError(f"the arrays take {total} bytes, over the limit of {MAX_MESSAGE}; ask for fewer nodes at once")
     number = message.request_id if request_id is None else request_id
     header = _HEADER.pack(
         _MAGIC, VERSION, message.kind, message.status, number, len(arrays), len(message.body), message.flags
     )
-    head = bytearray(header + b"".join(map(_describe, arrays)) + message.body)
+    head = bytearray(header + b"".join(descriptors) + message.body)
     frames: list[Any] = []
     for array in arrays:
         if array.nbytes <= SMALL:
@@ -164,25 +179,6 @@ def encode(message: Message, max_array: int = MAX_ARRAY, request_id: int | None 
         else:
             frames.append(array.reshape(-1).view(np.uint8))
     return [bytes(head), *frames]
-
-
-def _on_wire(array: Array, max_array: int) -> Array:
-    """Return the array as little-endian and C-contiguous. Raises ``WireError`` if it cannot be sent."""
-    dtype = array.dtype.newbyteorder("<")
-    if dtype not in _CODE_OF_DTYPE:
-        raise WireError(f"arrays of dtype {array.dtype} cannot be sent; only booleans and numbers up to 128 bits can")
-    if array.ndim > _MAX_NDIM:
-        raise WireError(f"an array of {array.ndim} dimensions cannot be sent; the most is {_MAX_NDIM}")
-    if array.nbytes > max_array:
-        raise WireError(
-            f"an array takes {array.nbytes} bytes, over the limit of {max_array}; ask for fewer nodes at once"
-        )
-    return np.asarray(array, dtype=dtype, order="C")
-
-
-def _describe(array: Array) -> bytes:
-    shape = array.shape + (0,) * (_MAX_NDIM - array.ndim)
-    return _DESCRIPTOR.pack(_CODE_OF_DTYPE[array.dtype], array.ndim, _PAD, *shape)
 
 
 def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int = MAX_MESSAGE) -> Message:
@@ -212,10 +208,48 @@ def decode(frames: Sequence[Any], max_array: int = MAX_ARRAY, max_message: int =
     end = body_at + body_len
     if end > len(head):
         raise WireError(f"the head has {len(head)} bytes, but its fields need {end}")
-    arrays = _read_arrays(head, count, end, frames[1:], max_array, max_message)
+
+    # Descriptors of the arrays.
+    announced, total = [], 0
+    for position in range(count):
+        code, ndim, pad, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
+        if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or any(dims[ndim:]) or pad != _PAD:
+            raise WireError(
+                f"array {position} has an invalid descriptor: dtype code {code}, {ndim} dimensions, shape {dims}"
+            )
+        dtype, shape = _DTYPE_OF_CODE[code], dims[:ndim]
+        size = math.prod(shape) * dtype.itemsize
+        # A dimension of 0 counts as 1, because numpy limits the other dimensions of empty arrays, too.
+        if size > max_array or (not size and math.prod(filter(None, shape)) * dtype.itemsize > max_array):
+            raise WireError(f"an array of shape {shape} and dtype {dtype} is over {max_array} bytes")
+        announced.append((dtype, shape, size))
+        total += size
+    needed = sum(size > SMALL for _, _, size in announced)
+    if total > max_message or needed != len(frames) - 1:
+        raise WireError(
+            f"arrays of {total} bytes in {len(frames) - 1} frames; expected at most {max_message} bytes in {needed} "
+            "frames"
+        )
+
+    # The arrays: small ones follow the body, and each of the others has a frame.
+    arrays: list[Array] = []
+    further = iter(frames[1:])
+    for dtype, shape, size in announced:
+        small = size <= SMALL  # copied, to be writable
+        if small:
+            begin = end + -end % _ALIGN
+            end = begin + size
+        buffer = head[begin:end] if small else next(further)
+        if len(buffer) != size:
+            raise WireError(f"an array of shape {shape} and dtype {dtype} has {len(buffer)} bytes, expected {size}")
+        array = np.frombuffer(buffer, dtype=dtype) if size else np.empty(0, dtype)
+        arrays.append((array.copy() if small or not array.flags.aligned else array).reshape(shape))
+    if end != len(head):
+        raise WireError(f"the head has {len(head)} bytes, expected {end}")
+
     try:
-        size = sum(map(len, frames))
-        return Message(Kind(kind), Status(status), request_id, arrays, head[body_at:end], Flag(flags), size)
+        size, body = sum(map(len, frames)), head[body_at : body_at + body_len]
+        return Message(Kind(kind), Status(status), request_id, tuple(arrays), body, Flag(flags), size)
     except ValueError as error:
         raise WireError(str(error)) from None
 
@@ -229,68 +263,3 @@ def head_of(frames: Sequence[Any]) -> Message | None:
     if magic != _MAGIC or version != VERSION or kind not in _KINDS or status != Status.REQUEST:
         return None
     return Message(Kind(kind), Status.REQUEST, request_id)
-
-
-@dataclass(frozen=True)
-class _ArrayHeader:
-    dtype: np.dtype[Any]
-    shape: list[int]
-    size: int  #: bytes of the array
-
-
-def _read_arrays(
-    head: bytes, count: int, end: int, frames: Sequence[Any], max_array: int, max_message: int
-) -> tuple[Array, ...]:
-    """Decode all arrays of a message. The small arrays begin at offset ``end`` of the head.
-
-    Raises ``WireError`` for an invalid descriptor, a wrong number of frames, and a head that is too short or too long.
-    """
-    headers = [_read_descriptor(head, position, max_array) for position in range(count)]
-    total, needed = sum(one.size for one in headers), sum(one.size > SMALL for one in headers)
-    if total > max_message or needed != len(frames):
-        raise WireError(
-            f"arrays of {total} bytes in {len(frames)} frames; expected at most {max_message} bytes in {needed} frames"
-        )
-    arrays, further = [], iter(frames)
-    for one in headers:
-        if one.size <= SMALL:
-            begin = end + -end % _ALIGN
-            end = begin + one.size
-            arrays.append(_array(head[begin:end], one).copy())  # writable
-        else:
-            arrays.append(_array(next(further), one))
-    if end != len(head):
-        raise WireError(f"the head has {len(head)} bytes, expected {end}")
-    return tuple(arrays)
-
-
-def _read_descriptor(head: bytes, position: int, max_array: int) -> _ArrayHeader:
-    code, ndim, pad, *dims = _DESCRIPTOR.unpack_from(head, _HEADER.size + position * _DESCRIPTOR.size)
-    if code >= len(_DTYPE_OF_CODE) or ndim > _MAX_NDIM or any(dims[ndim:]) or pad != _PAD:
-        raise WireError(
-            f"array {position} has an invalid descriptor: dtype code {code}, {ndim} dimensions, shape {dims}"
-        )
-    dtype, shape = _DTYPE_OF_CODE[code], dims[:ndim]
-    return _ArrayHeader(dtype, shape, _num_bytes(shape, dtype, max_array))
-
-
-def _num_bytes(shape: list[int], dtype: np.dtype[Any], limit: int) -> int:
-    """Return the size of an array in bytes. Raises ``WireError`` if it exceeds ``limit``.
-
-    In this check, a dimension of 0 counts as 1, because numpy limits the other dimensions of empty arrays, too.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if size > limit or (not size and math.prod(filter(None, shape)) * dtype.itemsize > limit):
-        raise WireError(f"an array of shape {shape} and dtype {dtype} is over {limit} bytes")
-    return size
-
-
-def _array(buffer: Any, one: _ArrayHeader) -> Array:
-    if len(buffer) != one.size:
-        raise WireError(
-            f"an array of shape {one.shape} and dtype {one.dtype} has {len(buffer)} bytes, expected {one.size}"
-        )
-    if not one.size:
-        return np.empty(one.shape, one.dtype)
-    array = np.frombuffer(buffer, dtype=one.dtype)
-    return (array if array.flags.aligned else array.copy()).reshape(one.shape)

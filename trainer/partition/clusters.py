@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +10,8 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.compiled import njit
 from trainer.core.errors import PartitionError
 from trainer.core.memory import size_text
-from trainer.core.schema import NodeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
-from trainer.partition.cut import Relabelling, relabel
+from trainer.partition.cut import relabel
 from trainer.partition.methods.assign import PartitionAssignment, assign_parts
 from trainer.partition.methods.metis import metis_memory
 
@@ -35,35 +33,32 @@ def with_clusters(
     found = {of: np.zeros(nodes.num_nodes, np.int32) for of, nodes in dataset.nodes.items()}
     labels = {of: relabel(part, assignment.num_parts) for of, part in assignment.parts.items()}
     for part_id in range(assignment.num_parts):
-        inner = _inner_graph(dataset, labels, part_id, memory)
-        if inner.num_nodes:
-            divided = assign_parts(inner, min(clusters, inner.num_nodes), "metis", assignment.seed, balance="nodes")
+        own = {of: NodeData(len(label.owned(part_id))) for of, label in labels.items()}
+        edges, num_nodes, num_edges = {}, sum(data.num_nodes for data in own.values()), 0
+        for edge_type, data in dataset.edges.items():  # the edges within the part
+            source, target = (labels[end].global_id for end in (edge_type[0], edge_type[2]))
+            source_range, target_range = (
+                labels[end].offsets[part_id : part_id + 2] for end in (edge_type[0], edge_type[2])
+            )
+            sources, targets = data.edge_index
+            count = _count_inner(sources, targets, source, target, source_range, target_range)
+            num_edges += count
+            if memory is not None and (needed := metis_memory(num_nodes, num_edges)) > memory:
+                raise PartitionError(
+                    f"dataset {dataset.name}: METIS needs about {size_text(needed)} to divide part {part_id} into "
+                    f"clusters, but data.partition.memory (--memory) leaves {size_text(memory)}; raise it, or make "
+                    "more parts"
+                )
+            inner = np.empty((2, count), source.dtype)
+            _fill_inner(sources, targets, source, target, source_range, target_range, inner)
+            edges[edge_type] = EdgeData(inner)
+        graph = Dataset(dataset.name, own, edges, dataset.fingerprint, dataset.hetero)
+        if num_nodes:
+            divided = assign_parts(graph, min(clusters, num_nodes), "metis", assignment.seed, balance="nodes")
             for of, cluster in divided.parts.items():
                 found[of][labels[of].owned(part_id)] = part_id * clusters + cluster
     more = {of: replace(data, attrs={**data.attrs, CLUSTER: found[of]}) for of, data in dataset.nodes.items()}
     return replace(dataset, nodes=more)
-
-
-def _inner_graph(
-    dataset: Dataset, labels: Mapping[NodeType, Relabelling], part_id: int, memory: int | None
-) -> Dataset:  # fmt: skip
-    nodes = {of: NodeData(len(label.owned(part_id))) for of, label in labels.items()}
-    edges, num_nodes, num_edges = {}, sum(data.num_nodes for data in nodes.values()), 0
-    for of, data in dataset.edges.items():
-        source, target = (labels[end].global_id for end in (of[0], of[2]))
-        source_range, target_range = (labels[end].offsets[part_id : part_id + 2] for end in (of[0], of[2]))
-        sources, targets = data.edge_index
-        count = _count_inner(sources, targets, source, target, source_range, target_range)
-        num_edges += count
-        if memory is not None and (needed := metis_memory(num_nodes, num_edges)) > memory:
-            raise PartitionError(
-                f"dataset {dataset.name}: METIS needs about {size_text(needed)} to divide part {part_id} into clusters,"
-                f" but data.partition.memory (--memory) leaves {size_text(memory)}; raise it, or make more parts"
-            )
-        inner = np.empty((2, count), source.dtype)
-        _fill_inner(sources, targets, source, target, source_range, target_range, inner)
-        edges[of] = EdgeData(inner)
-    return Dataset(dataset.name, nodes, edges, dataset.fingerprint, dataset.hetero)
 
 
 @njit()

@@ -153,15 +153,30 @@ def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
     staging folder is ``kept``, and remains after an error. Staging folders that killed processes left are removed.
     Raises ``PartitionError`` when the disk cannot be written, or ``folder`` holds files other than a partition.
     """
-    staging = kept or folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}"
+    prefix = f".{folder.name}.{socket.gethostname()}."
+    staging = kept or folder.parent / f"{prefix}{os.getpid()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
+        for path in folder.parent.glob(f"{glob.escape(prefix)}*"):
+            pid = path.name.removeprefix(prefix)
+            if pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
+                shutil.rmtree(path)
         staging.mkdir(exist_ok=kept is not None)
         yield staging
         with ThreadPoolExecutor(_SYNCS) as pool:
             list(pool.map(sync_path, [path for path, _, _ in os.walk(staging)]))
-        _install(staging, folder)
+
+        # Another process may have written files to the folder in the meantime.
+        _check_kind(folder)
+        _check_only_ours(folder)
+        if not folder.exists() or not any(folder.iterdir()):
+            staging.rename(folder)
+        elif not _exchange(staging, folder):
+            aside = staging.with_name(f"{staging.name}0")  # named so that the next call finds it if we are killed
+            folder.rename(aside)
+            staging.rename(folder)
+            shutil.rmtree(aside)
+        sync_path(folder.parent)
     except OSError as error:
         place = error.filename or staging
         raise PartitionError(
@@ -170,27 +185,6 @@ def staged(folder: Path, kept: Path | None = None) -> Iterator[Path]:
     finally:
         if kept is None:
             shutil.rmtree(staging, ignore_errors=True)
-
-
-def _remove_leftovers(folder: Path) -> None:
-    prefix = f".{folder.name}.{socket.gethostname()}."
-    for path in folder.parent.glob(f"{glob.escape(prefix)}*"):
-        pid = path.name.removeprefix(prefix)
-        if pid.isdigit() and (int(pid) == os.getpid() or not Path(f"/proc/{pid}").exists()):
-            shutil.rmtree(path)
-
-
-def _install(staging: Path, folder: Path) -> None:
-    _check_kind(folder)
-    _check_only_ours(folder)
-    if not folder.exists() or not any(folder.iterdir()):
-        staging.rename(folder)
-    elif not _exchange(staging, folder):
-        aside = staging.with_name(f"{staging.name}0")  # named so that `_remove_leftovers` finds it if we are killed
-        folder.rename(aside)
-        staging.rename(folder)
-        shutil.rmtree(aside)
-    sync_path(folder.parent)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from trainer.core.arrays import Ids
 from trainer.core.schema import NodeType, type_name
 from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
 from trainer.store.part_store import Part, open_parts
@@ -82,6 +81,22 @@ def describe(folder: str | Path) -> Description:
     for (of, split), gids in store.splits.items():
         name = f"{of}/{split}" if manifest.hetero else split
         seeds[name] = np.bincount(store.books[of].part_of(gids), minlength=manifest.num_parts)
+    parts = []
+    for part in store.parts.values():
+        outside = [_outside(part, manifest, of) for of in manifest.nodes]
+        parts.append(
+            PartFigures(
+                part_id=part.part_id,
+                nodes=sum(nodes.num_nodes for nodes in part.nodes.values()),
+                edges=sum(edges.num_edges for edges in part.edges.values()),
+                cut_edges=sum(cut for cut, _ in outside),
+                halo=sum(halo for _, halo in outside),
+                seeds={split: int(counts[part.part_id]) for split, counts in seeds.items()},
+                bytes=sum(entry.bytes for entry in manifest.files_of(part.part_id)),
+                nodes_of={of: nodes.num_nodes for of, nodes in part.nodes.items()},
+                edges_of={type_name(of): edges.num_edges for of, edges in part.edges.items()},
+            )
+        )
     return Description(
         folder=str(folder),
         dataset=manifest.dataset,
@@ -107,7 +122,7 @@ def describe(folder: str | Path) -> Description:
             )
             for of, spec in manifest.edges.items()
         },
-        parts=tuple(_part_figures(part, manifest, seeds) for part in store.parts.values()),
+        parts=tuple(parts),
     )
 
 
@@ -119,24 +134,6 @@ def _balance(spec: NodeSpec | EdgeSpec) -> float:
 def _attr_texts(attrs: Mapping[str, AttrSpec]) -> dict[str, str]:
     kept = {name: f" as {spec.kept}" if spec.kept else "" for name, spec in attrs.items()}
     return {name: f"{spec.dtype}{kept[name]} {list(spec.shape)}" for name, spec in attrs.items()}
-
-
-def _part_figures(part: Part, manifest: Manifest, seeds: Mapping[str, Ids]) -> PartFigures:
-    cut = halo = 0
-    for of in manifest.nodes:
-        outside, fresh = _outside(part, manifest, of)
-        cut, halo = cut + outside, halo + fresh
-    return PartFigures(
-        part_id=part.part_id,
-        nodes=sum(nodes.num_nodes for nodes in part.nodes.values()),
-        edges=sum(edges.num_edges for edges in part.edges.values()),
-        cut_edges=cut,
-        halo=halo,
-        seeds={split: int(counts[part.part_id]) for split, counts in seeds.items()},
-        bytes=sum(entry.bytes for entry in manifest.files_of(part.part_id)),
-        nodes_of={of: nodes.num_nodes for of, nodes in part.nodes.items()},
-        edges_of={type_name(of): edges.num_edges for of, edges in part.edges.items()},
-    )
 
 
 def _outside(part: Part, manifest: Manifest, source: NodeType) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from trainer.core.row_sort import Scratch
 from trainer.data.dataset import Dataset
 from trainer.data.options import SourceOptions, parse_options
 from trainer.data.stored_dataset import read_stored_dataset, store_dataset
+from trainer.partition.clusters import with_clusters
 from trainer.partition.folder import check_same_graph, describe_partition, is_compared, reusable
 from trainer.partition.methods.assign import (
     KEEP,
@@ -152,57 +153,48 @@ def _make_locked(spec: PartitionSpec, folder: Path, say: Callable[[str], None]) 
         return done
     keep = spec.dataset == "tables" or spec.memory is not None
     with work_folder(folder, fingerprint, keep) as work, reporting(say):
-        return _make(spec, fingerprint, folder, say, work)
-
-
-def _make(
-    spec: PartitionSpec, fingerprint: str, folder: Path, say: Callable[[str], None], work: WorkFolder
-) -> Manifest:
-    if done := work.stages_done():
-        say(f"going on with what an interrupted run left in {work.path} ({', '.join(done)}); delete it to start again")
-    limit = parse_size(spec.memory) if spec.memory is not None else available_memory() or _UNKNOWN_MEMORY
-    stages = _StageTimer(say)
-    source = None
-    if spec.dataset == DATASET:
-        own = None if spec.memory is None else int(_LOAD_SHARE * limit)
-        source = spec.partition_source.read(work.emptied("dataset"), own)
-    dataset = source.dataset if source else _loaded(spec, limit, work)
-    nodes, edges = (f" of {len(types)} types" if dataset.hetero else "" for types in (dataset.nodes, dataset.edges))
-    stages.end("load", f"{dataset.name}: {dataset.num_nodes:,} nodes{nodes}, {dataset.num_edges:,} edges{edges}")
-    if not spec.force:
-        check_same_graph(folder, dataset)
-    if (other := describe_partition(folder)) is not None:
-        say(f"replacing {other} in {folder}")
-    for note in dataset.notes:
-        say(f"note: {note}")
-    trains = any(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values())
-    if not trains and HELD_OUT not in dataset.graph_attrs:
-        say("note: no train split: the bundled trainer needs train_idx or train_mask")
-    memory = _memory_of_steps(dataset, limit)
-    assignment, reason = _assigned(spec, dataset, source, memory, work)
-    how = f"{assignment.algorithm} ({reason})" if reason else assignment.algorithm
-    stages.end("assign", f"{how}: cut {assignment.edge_cut:.2%}, balance {assignment.balance:.3f}")
-    if spec.clusters:
-        from trainer.partition.clusters import with_clusters
-
-        dataset = with_clusters(dataset, assignment, spec.clusters, None if spec.memory is None else memory)
-        assignment = replace(assignment, options=spec.method_record())
-        stages.end("divide", f"each part into {spec.clusters} clusters")
-    manifest = write_partition(dataset, assignment, folder, spec.rows, min(memory, SORT_MEMORY), work, fingerprint)
-    stages.end("write", f"{folder}: {sum(entry.bytes for entry in manifest.files) / 1e6:,.1f} MB")
-    return manifest
-
-
-def _loaded(spec: PartitionSpec, limit: int, work: WorkFolder) -> Dataset:
-    if spec.dataset != "tables":
-        # only where memory is limited: files take longer
-        scratch = None if spec.memory is None else Scratch(work.emptied("dataset"), int(_LOAD_SHARE * limit))
-        return load_dataset(spec.dataset, spec.source, spec.options, scratch)
-    if not work.is_done("load"):
-        scratch = Scratch(work.emptied("dataset"), int(_LOAD_SHARE * limit))
-        store_dataset(load_dataset(spec.dataset, spec.source, spec.options, scratch), scratch.folder)
-        work.once("load", lambda: None)
-    return read_stored_dataset(work.folder("dataset"))
+        if before := work.stages_done():
+            left = f"what an interrupted run left in {work.path} ({', '.join(before)})"
+            say(f"going on with {left}; delete it to start again")
+        limit = parse_size(spec.memory) if spec.memory is not None else available_memory() or _UNKNOWN_MEMORY
+        stages = _StageTimer(say)
+        source, load_memory = None, int(_LOAD_SHARE * limit)
+        if spec.dataset == DATASET:
+            own = None if spec.memory is None else load_memory
+            source = spec.partition_source.read(work.emptied("dataset"), own)
+            dataset = source.dataset
+        elif spec.dataset != "tables":
+            # only where memory is limited: files take longer
+            scratch = None if spec.memory is None else Scratch(work.emptied("dataset"), load_memory)
+            dataset = load_dataset(spec.dataset, spec.source, spec.options, scratch)
+        else:
+            if not work.is_done("load"):
+                scratch = Scratch(work.emptied("dataset"), load_memory)
+                store_dataset(load_dataset(spec.dataset, spec.source, spec.options, scratch), scratch.folder)
+                work.once("load", lambda: None)
+            dataset = read_stored_dataset(work.folder("dataset"))
+        nodes, edges = (f" of {len(types)} types" if dataset.hetero else "" for types in (dataset.nodes, dataset.edges))
+        stages.end("load", f"{dataset.name}: {dataset.num_nodes:,} nodes{nodes}, {dataset.num_edges:,} edges{edges}")
+        if not spec.force:
+            check_same_graph(folder, dataset)
+        if (other := describe_partition(folder)) is not None:
+            say(f"replacing {other} in {folder}")
+        for note in dataset.notes:
+            say(f"note: {note}")
+        trains = any(len(nodes.splits.get("train", ())) for nodes in dataset.nodes.values())
+        if not trains and HELD_OUT not in dataset.graph_attrs:
+            say("note: no train split: the bundled trainer needs train_idx or train_mask")
+        memory = _memory_of_steps(dataset, limit)
+        assignment, reason = _assigned(spec, dataset, source, memory, work)
+        how = f"{assignment.algorithm} ({reason})" if reason else assignment.algorithm
+        stages.end("assign", f"{how}: cut {assignment.edge_cut:.2%}, balance {assignment.balance:.3f}")
+        if spec.clusters:
+            dataset = with_clusters(dataset, assignment, spec.clusters, None if spec.memory is None else memory)
+            assignment = replace(assignment, options=spec.method_record())
+            stages.end("divide", f"each part into {spec.clusters} clusters")
+        manifest = write_partition(dataset, assignment, folder, spec.rows, min(memory, SORT_MEMORY), work, fingerprint)
+        stages.end("write", f"{folder}: {sum(entry.bytes for entry in manifest.files) / 1e6:,.1f} MB")
+        return manifest
 
 
 def _memory_of_steps(dataset: Dataset, limit: int) -> int:

@@ -125,23 +125,9 @@ def open_source(source: str | Path | None, options: Mapping[str, Any] | None = N
     path = Path(os.path.expanduser(source))
     if not os.path.exists(path):  # False for every path that cannot exist
         raise DataError(f"{path} does not exist; expected a partition folder")
-    folder, form = _located(path.parent if path.is_file() else path)
-    given = dict(options or {})
-    if form is None:
-        if given:
-            raise PartitionError(f"{folder} is a partition of gnnfleet, which takes no option {min(given)!r}")
-        return PartitionSource(folder, None)
-    nodes = _node_files(given.pop(_NODES, {}))
-    return PartitionSource(folder, form, parse_options(SourceOptions, given, DATASET), nodes)
-
-
-def _located(folder: Path) -> tuple[Path, ForeignFormat | None]:
-    """Find the partition folder: ``folder`` or its only sub-folder `NAME-partitions`.
-
-    Returns the partition folder, and its format (None: gnnfleet's).
-    """
+    folder = path.parent if path.is_file() else path
     found: list[tuple[Path, ForeignFormat | None]] = []
-    for place in (folder, *sorted(path for path in folder.glob("*-partitions") if path.is_dir())):
+    for place in (folder, *sorted(below for below in folder.glob("*-partitions") if below.is_dir())):
         if (place / MANIFEST).is_file():
             found.append((place, None))
         elif forms := [form for form in _FORMATS if form.found(place)]:
@@ -150,15 +136,18 @@ def _located(folder: Path) -> tuple[Path, ForeignFormat | None]:
         raise DataError(f"{folder} is not a partition folder: {_EXPECTED}")
     if len(found) > 1 and found[0][0] != folder:
         raise DataError(f"{folder} holds several partitions: {', '.join(place.name for place, _ in found)}; choose one")
-    return found[0]
 
-
-def _node_files(given: Any) -> dict[str, str]:
-    if isinstance(given, str):
+    (folder, form), given = found[0], dict(options or {})
+    if form is None:
+        if given:
+            raise PartitionError(f"{folder} is a partition of gnnfleet, which takes no option {min(given)!r}")
+        return PartitionSource(folder, None)
+    nodes = given.pop(_NODES, {})
+    if isinstance(nodes, str):
         try:
-            given = parse_json(given)
+            nodes = parse_json(nodes)
         except ValueError:
-            given = None
-    if not isinstance(given, Mapping) or not all(isinstance(path, str) for path in given.values()):
+            nodes = None
+    if not isinstance(nodes, Mapping) or not all(isinstance(file, str) for file in nodes.values()):
         raise DataError("dataset partition: option nodes must be a mapping of array names to files, as {y: label.pt}")
-    return dict(given)
+    return PartitionSource(folder, form, parse_options(SourceOptions, given, DATASET), dict(nodes))

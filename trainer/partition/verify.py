@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,20 +64,6 @@ class _Expectations(PartFiles):
         return np.empty(0, np.int64)
 
 
-def _expected(root: Path, manifest: Manifest, top: int | None) -> list[_Expected]:
-    """Return the arrays of a part, or of ``shared/`` if ``top`` is None."""
-    files = _Expectations(root, manifest)
-    opener = PartOpener(files, manifest)
-    if top is not None:
-        opener.part(top, light=False)
-    else:
-        opener.graph_attrs()
-        opener.splits()
-        if manifest.num_parts > 1:
-            opener.global_ids()
-    return files.found
-
-
 def _problems(root: Path, expected: _Expected) -> Iterator[str]:
     """Yield what is wrong with an array: its dtype or shape, or a value out of range."""
     values, dtype, shape = map_array(root / expected.path), expected.dtype, expected.shape
@@ -120,32 +106,37 @@ def verify_partition(folder: str | Path, part_ids: Sequence[int] | None = None, 
     for part_id in wanted:
         if not 0 <= part_id < manifest.num_parts:
             raise PartitionError(f"{root}: no part {part_id}; the folder has {manifest.num_parts} parts")
-    arrays = {top: _expected(root, manifest, top) for top in (None, *wanted)}
-    entries = [entry for top in arrays for entry in manifest.files_of(top)]
-    findings = [*_listing(root, manifest, arrays)]
+    arrays: list[_Expected] = []
+    entries: list[FileEntry] = []
+    findings: list[Finding] = []
+    for top in (None, *wanted):
+        files = _Expectations(root, manifest)
+        opener = PartOpener(files, manifest)
+        if top is not None:
+            opener.part(top, light=False)
+        else:
+            opener.graph_attrs()
+            opener.splits()
+            if manifest.num_parts > 1:
+                opener.global_ids()
+        arrays += files.found
+        entries += manifest.files_of(top)
+
+        # The files that the folder should have, those in the manifest, and those on disk.
+        needed = [each.path for each in files.found]
+        listed = {entry.path for entry in manifest.files_of(top)}
+        findings += [Finding(path, "not listed in the manifest") for path in needed if path not in listed]
+        for path in sorted(listed - set(needed)):
+            findings.append(Finding(path, "listed in the manifest, but does not belong to any node or edge type"))
+        below = files_below(root, root / ("shared" if top is None else f"part{top}"))
+        for path in sorted({path for path in below if not is_note(path)} - listed - set(needed)):
+            findings.append(Finding(path, "is not a file of this partition; move it away"))
     with ThreadPoolExecutor(_READERS) as pool:
         problems = pool.map(lambda entry: _file_problem(root, entry, digests), entries)
         findings += [Finding(entry.path, problem) for entry, problem in zip(entries, problems, strict=True) if problem]
     broken = {finding.path for finding in findings}
-    sound = [each for of_top in arrays.values() for each in of_top if each.path not in broken]
+    sound = [each for each in arrays if each.path not in broken]
     return findings + [Finding(each.path, problem) for each in sound for problem in _problems(root, each)]
-
-
-def _listing(root: Path, manifest: Manifest, arrays: Mapping[int | None, Sequence[_Expected]]) -> Iterator[Finding]:
-    """Compare the files that this partition should have, the files in the manifest, and the files on disk.
-
-    ``arrays``: those of each folder to check: by part id, and None for ``shared/``.
-    """
-    for top, expected in arrays.items():
-        needed = [each.path for each in expected]
-        listed = {entry.path for entry in manifest.files_of(top)}
-        yield from (Finding(path, "not listed in the manifest") for path in needed if path not in listed)
-        for path in sorted(listed - set(needed)):
-            yield Finding(path, "listed in the manifest, but does not belong to any node or edge type")
-        folder = root / ("shared" if top is None else f"part{top}")
-        found = {path for path in files_below(root, folder) if not is_note(path)}
-        for path in sorted(found - listed - set(needed)):
-            yield Finding(path, "is not a file of this partition; move it away")
 
 
 def _file_problem(root: Path, entry: FileEntry, digests: bool) -> str | None:

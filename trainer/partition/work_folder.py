@@ -65,11 +65,20 @@ class WorkFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def _open(self) -> None:
-        if not self._opened:
-            # Not created earlier, as METIS ends at once on Ctrl-C, without cleaning up.
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._opened = True
-            _keep_if_same(self.path, self._fingerprint)
+        if self._opened:
+            return
+        # Not created earlier, as METIS ends at once on Ctrl-C, without cleaning up.
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._opened = True
+        note = self.path / "fingerprint"
+        if note.is_file() and note.read_text() == self._fingerprint:
+            return
+        for found in self.path.iterdir():
+            if found.is_dir():
+                shutil.rmtree(found)
+            else:
+                found.unlink()
+        write_whole(note, self._fingerprint)
 
     def _record(self, stage: str) -> Path:
         return self.path / f"{stage}.done"
@@ -139,15 +148,3 @@ def _lock(path: Path, on_wait: Callable[[str], None]) -> TextIO:
         if path.exists() and os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
             return lock
         lock.close()  # its last holder has deleted it
-
-
-def _keep_if_same(path: Path, fingerprint: str) -> None:
-    note = path / "fingerprint"
-    if note.is_file() and note.read_text() == fingerprint:
-        return
-    for found in path.iterdir():
-        if found.is_dir():
-            shutil.rmtree(found)
-        else:
-            found.unlink()
-    write_whole(note, fingerprint)

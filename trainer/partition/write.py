@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.core.arrays import Array, id_dtype
+from trainer.core.arrays import Array, Ids, id_dtype
+from trainer.core.errors import DataError
 from trainer.core.progress import progress
 from trainer.core.remote_settings import WireRows
+from trainer.core.rounding import Unroundable, rounds, to_float16, to_int8
 from trainer.core.row_sort import Column, Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import Dataset, EdgeData, NodeData, is_time
 from trainer.partition.cut import EdgeCut, Relabelling, Span, relabel
 from trainer.partition.folder import reusable, staged
 from trainer.partition.methods.assign import PartitionAssignment
-from trainer.partition.part_arrays import PartArray, PartAttr, attr_spec, pieces_by_part
 from trainer.partition.work_folder import WorkFolder
 from trainer.store.manifest import (
     VERSION,
@@ -36,7 +37,7 @@ from trainer.store.manifest import (
     endpoint_offsets,
     write_manifest,
 )
-from trainer.store.npy import rows_in_chunks, rows_per_chunk, write_npy
+from trainer.store.npy import NpyWriter, rows_in_chunks, rows_per_chunk, write_npy
 
 _WRITERS = 2
 
@@ -89,9 +90,124 @@ def write_partition(
         return manifest
     labels = {of: relabel(assignment.parts[of], assignment.num_parts) for of in dataset.nodes}
     with staged(target, None if work is None else work.folder("parts")) as root:
-        manifest = _write_all(root, dataset, assignment, labels, fingerprint, rows, memory, work)
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            writer = _Writer(root, pool, rows, Scratch(work.emptied("sort") if work else root, memory), work)
+            graph = {f"shared/graph/{name}.npy": values for name, values in dataset.graph_attrs.items()}
+            writer.group("graph", lambda: writer.arrays(graph))
+            nodes = {of: _write_nodes(writer, of, data, labels[of]) for of, data in dataset.nodes.items()}
+            edges = {of: _write_edges(writer, dataset, of, labels, assignment.edge_cuts[of]) for of in dataset.edges}
+        manifest = Manifest(
+            dataset=dataset.name,
+            fingerprint=fingerprint,
+            num_parts=assignment.num_parts,
+            algorithm=assignment.algorithm,
+            seed=assignment.seed,
+            options=assignment.options,
+            hetero=dataset.hetero,
+            nodes=nodes,
+            edges=edges,
+            edge_cut=assignment.edge_cut,
+            balance=assignment.balance,
+            graph_attrs={of: AttrSpec(values.dtype.name, values.shape) for of, values in dataset.graph_attrs.items()},
+            files=tuple(sorted(writer.entries, key=lambda entry: entry.path)),
+            dataset_fingerprint=dataset.fingerprint,
+            time_attrs=dataset.time_attrs,
+        )
         write_manifest(root, manifest)
     return manifest
+
+
+#: Rows of one part, and their row numbers in the dataset.
+_Piece = tuple[int, Array, Array]
+
+
+class _PartArray:
+    """One .npy file per part, ``part<p>/<path>``."""
+
+    def __init__(self, root: Path, path: str, column: Column, counts: Sequence[int]) -> None:
+        """Create the files. ``column``: dtype and shape of a row. ``counts``: number of rows of each part."""
+        self._writers = [
+            NpyWriter(root, f"part{part_id}/{path}", column.dtype, (count, *column.shape))
+            for part_id, count in enumerate(counts)
+        ]
+
+    def append(self, part_id: int, rows: Array, numbers: Array | None = None) -> None:
+        """Write the next rows of a part. Different threads may write different parts."""
+        for chunk in rows_in_chunks(rows):
+            self._writers[part_id].append(chunk)
+
+    def finish(self) -> Iterator[FileEntry]:
+        return (writer.finish() for writer in self._writers)
+
+
+class _PartAttr:
+    """The files of an attribute, whose rows may be rounded to float16 or int8 when written."""
+
+    def __init__(self, root: Path, top: str, name: str, column: Column, counts: Sequence[int], form: WireRows) -> None:
+        """Create the files in ``part<p>/<top>/attrs`` and, if rows are rounded to int8, in ``part<p>/<top>/scales``."""
+        self._what = f"{top}/attrs/{name}.npy"
+        self._convert: Callable[[Array], Sequence[Array]] = lambda rows: [rows]
+        stored = [column]
+        form = _stored_form(name, column.dtype, (0, *column.shape), form)
+        if form == "int8":
+            self._convert = to_int8
+            stored = [Column(np.dtype(np.int8), column.shape), Column(np.dtype(np.float32), (1,))]
+        elif form == "float16":
+            self._convert = lambda rows: [to_float16(rows)]
+            stored = [Column(np.dtype(np.float16), column.shape)]
+        paths = [self._what, f"{top}/scales/{name}.npy"]
+        self._arrays = [_PartArray(root, path, each, counts) for path, each in zip(paths, stored, strict=False)]
+
+    def append(self, part_id: int, rows: Array, numbers: Array) -> None:
+        """Write the next rows of a part. ``numbers`` [rows]: their row numbers in the dataset.
+
+        Raises ``DataError`` for a row that cannot be rounded.
+        """
+        at = 0
+        for chunk in rows_in_chunks(rows):
+            try:
+                converted = self._convert(chunk)
+            except Unroundable as error:
+                row = numbers[at + error.row]
+                raise DataError(f"{self._what}: row {row} of the dataset {error.why}; use --rows stored") from None
+            for array, values in zip(self._arrays, converted, strict=True):
+                array.append(part_id, values)
+            at += len(chunk)
+
+    def write(self, pieces: Iterable[Sequence[_Piece]], pool: Executor) -> list[FileEntry]:
+        """Write all rows, and return the entries of the files for the manifest.
+
+        Pieces of one sequence are written in parallel, so they must belong to different parts.
+        """
+        for several in pieces:
+            list(pool.map(lambda piece: self.append(*piece), several))
+        return self.finish()
+
+    def finish(self) -> list[FileEntry]:
+        return [entry for array in self._arrays for entry in array.finish()]
+
+
+def _stored_form(name: str, dtype: np.dtype[Any], shape: tuple[int, ...], rows: WireRows) -> WireRows:
+    """Return the type that the attribute is rounded to in the files: ``rows``, or ``stored`` if it is not rounded.
+
+    ``rows``: the value of option ``--rows``.
+    """
+    return rows if rounds(name, dtype, shape, rows) else "stored"
+
+
+def _pieces_by_part(values: Array, part: Array, num_parts: int, at_once: int) -> Iterator[list[_Piece]]:
+    """Cut ``values`` into chunks of ``at_once`` rows, and yield each chunk as a list of one piece per part.
+
+    ``part`` [rows]: the part of each row.
+    """
+    for start in range(0, len(values), at_once):
+        progress("write nodes", start, len(values))
+        rows, own = values[start : start + at_once], part[start : start + at_once]
+        order = np.argsort(own, kind="stable")
+        limits: Ids = np.zeros(num_parts + 1, np.int64)
+        np.cumsum(np.bincount(own, minlength=num_parts), out=limits[1:])
+        chosen = [order[limits[part_id] : limits[part_id + 1]] for part_id in range(num_parts)]
+        yield [(part_id, rows[which], which + start) for part_id, which in enumerate(chosen) if len(which)]
 
 
 @dataclass(frozen=True)
@@ -119,7 +235,7 @@ class _Writer:
 
         return self.pool.map(write, arrays)
 
-    def append(self, files: PartArray | PartAttr, spans: Sequence[Span], rows: Array, numbers: Array) -> None:
+    def append(self, files: _PartArray | _PartAttr, spans: Sequence[Span], rows: Array, numbers: Array) -> None:
         """For each span (part, begin, end), append ``rows[begin:end]`` to the part's file.
 
         ``numbers``: for each of ``rows``, its row number in the dataset.
@@ -131,37 +247,15 @@ class _Writer:
         )
 
 
-def _write_all(
-    root: Path, dataset: Dataset, assignment: PartitionAssignment, labels: Mapping[NodeType, Relabelling],
-    fingerprint: str, rows: WireRows, memory: int, work: WorkFolder | None,
-) -> Manifest:  # fmt: skip
-    with ThreadPoolExecutor(_WRITERS) as pool:
-        writer = _Writer(root, pool, rows, Scratch(work.emptied("sort") if work else root, memory), work)
-        graph = {f"shared/graph/{name}.npy": values for name, values in dataset.graph_attrs.items()}
-        writer.group("graph", lambda: writer.arrays(graph))
-        nodes = {of: _write_nodes(writer, of, data, labels[of]) for of, data in dataset.nodes.items()}
-        edges = {of: _write_edges(writer, dataset, of, labels, assignment.edge_cuts[of]) for of in dataset.edges}
-    return Manifest(
-        dataset=dataset.name,
-        fingerprint=fingerprint,
-        num_parts=assignment.num_parts,
-        algorithm=assignment.algorithm,
-        seed=assignment.seed,
-        options=assignment.options,
-        hetero=dataset.hetero,
-        nodes=nodes,
-        edges=edges,
-        edge_cut=assignment.edge_cut,
-        balance=assignment.balance,
-        graph_attrs={name: AttrSpec(values.dtype.name, values.shape) for name, values in dataset.graph_attrs.items()},
-        files=tuple(sorted(writer.entries, key=lambda entry: entry.path)),
-        dataset_fingerprint=dataset.fingerprint,
-        time_attrs=dataset.time_attrs,
-    )
-
-
 def _attr_specs(data: NodeData | EdgeData, rows: WireRows) -> dict[str, AttrSpec]:
-    return {name: attr_spec(name, values, name in data.bfloat16, rows) for name, values in data.attrs.items()}
+    specs = {}
+    for name, values in data.attrs.items():
+        form = _stored_form(name, values.dtype, values.shape, rows)
+        dtype = "bfloat16" if name in data.bfloat16 else "float16" if form == "float16" else values.dtype.name
+        specs[name] = AttrSpec(dtype, values.shape)
+        if form == "int8":
+            specs[name] = AttrSpec("float32", values.shape, "int8")
+    return specs
 
 
 def _write_nodes(writer: _Writer, node_type: NodeType, data: NodeData, labels: Relabelling) -> NodeSpec:
@@ -190,9 +284,9 @@ def _write_node_attr(
     writer: _Writer, node_type: NodeType, name: str, data: NodeData, labels: Relabelling
 ) -> list[FileEntry]:
     values, counts = data.attrs[name], np.diff(labels.offsets).tolist()
-    attr = PartAttr(writer.root, f"nodes/{node_type}", name, Column.of(values), counts, writer.rows)
+    attr = _PartAttr(writer.root, f"nodes/{node_type}", name, Column.of(values), counts, writer.rows)
     part = np.searchsorted(labels.offsets[1:], labels.global_id, side="right").astype(np.int32)
-    pieces = pieces_by_part(values, part, labels.num_parts, rows_per_chunk(values) * _WRITERS)
+    pieces = _pieces_by_part(values, part, labels.num_parts, rows_per_chunk(values) * _WRITERS)
     return attr.write(pieces, writer.pool)
 
 
@@ -224,12 +318,12 @@ def _write_sorted(
 ) -> Iterator[FileEntry]:
     top, counts = f"edges/{type_name(edge_type)}", np.diff(cut.offsets).tolist()
     yield from writer.arrays({f"part{p}/{top}/indptr.npy": cut.part_indptr(p) for p in range(cut.target.num_parts)})
-    indices = PartArray(writer.root, f"{top}/indices.npy", Column(cut.index_dtype), counts)
-    orig_ids = PartArray(writer.root, f"{top}/orig_id.npy", Column(cut.edge_dtype), counts)
+    indices = _PartArray(writer.root, f"{top}/indices.npy", Column(cut.index_dtype), counts)
+    orig_ids = _PartArray(writer.root, f"{top}/orig_id.npy", Column(cut.edge_dtype), counts)
     plain = Column(np.dtype(np.int64))
-    src_times = {name: PartArray(writer.root, f"{top}/src_times/{name}.npy", plain, counts) for name in times}
+    src_times = {name: _PartArray(writer.root, f"{top}/src_times/{name}.npy", plain, counts) for name in times}
     attrs = [
-        PartAttr(writer.root, top, name, Column.of(values), counts, writer.rows) for name, values in data.attrs.items()
+        _PartAttr(writer.root, top, name, Column.of(values), counts, writer.rows) for name, values in data.attrs.items()
     ]
     for group in cut.sorted_edges(list(data.attrs.values()), writer.scratch):
         spans = list(cut.part_spans(group))
@@ -242,6 +336,6 @@ def _write_sorted(
         progress("write edges", group.first, len(cut.indptr))
         for attr, column in zip(attrs, group.columns[2:], strict=True):
             writer.append(attr, spans, column(), numbers)
-    written: list[PartArray | PartAttr] = [indices, orig_ids, *src_times.values(), *attrs]
+    written: list[_PartArray | _PartAttr] = [indices, orig_ids, *src_times.values(), *attrs]
     for files in written:
         yield from files.finish()

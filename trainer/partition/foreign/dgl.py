@@ -9,7 +9,7 @@ in DGL's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ EDGE_NAMES = {"feat": "edge_attr", "feats": "edge_attr"}
 
 
 @dataclass(frozen=True)
-class IdRanges:
+class _Ranges:
     """Ids that DGL gave the nodes or edges of one type: for each part a contiguous range.
 
     DGL's ids number the nodes of all types together, and the edges of all types together. *Ids per type* number the
@@ -43,7 +43,7 @@ class IdRanges:
     sizes: Ids  #: [num_parts], number of ids
 
     @classmethod
-    def of(cls, listed: Sequence[Any], num_parts: int, place: str) -> IdRanges:
+    def of(cls, listed: Sequence[Any], num_parts: int, place: str) -> _Ranges:
         """Parse ranges [[start, end], …], or [end, …] as in old files. Raises ``DataError``."""
         pairs = listed
         if listed and all(type(end) is int for end in listed):
@@ -97,36 +97,48 @@ class _Partition:
         return len(self.meta["node_map"]) > 1 or len(self.meta["edge_map"]) > 1 or "_N" not in self.meta["node_map"]
 
     @cached_property
-    def nodes(self) -> dict[NodeType, IdRanges]:
+    def nodes(self) -> dict[NodeType, _Ranges]:
         return {
-            name if self.hetero else HOMO_NODE: IdRanges.of(found, self.num_parts, f"{self.config}: node_map of {name}")
+            name if self.hetero else HOMO_NODE: _Ranges.of(found, self.num_parts, f"{self.config}: node_map of {name}")
             for name, found in self.meta["node_map"].items()
         }
 
     @cached_property
-    def edges(self) -> dict[EdgeType, IdRanges]:
-        return {
-            self._edge_type(name): IdRanges.of(found, self.num_parts, f"{self.config}: edge_map of {name}")
-            for name, found in self.meta["edge_map"].items()
-        }
-
-    def _edge_type(self, name: str) -> EdgeType:
-        words = name.split(":")
-        if not self.hetero:
-            return HOMO_EDGE
-        if len(words) != 3 or not {words[0], words[2]} <= set(self.nodes):
-            raise DataError(
-                f"{self.config}: edge type {name!r} is not source:relation:target (files of DGL before 1.0); convert "
-                "the files with DGL's tools/change_etype_to_canonical_etype.py"
-            )
-        return words[0], words[1], words[2]
+    def edges(self) -> dict[EdgeType, _Ranges]:
+        ranges: dict[EdgeType, _Ranges] = {}
+        for name, found in self.meta["edge_map"].items():
+            of, words = HOMO_EDGE, name.split(":")
+            if self.hetero:
+                if len(words) != 3 or not {words[0], words[2]} <= set(self.nodes):
+                    raise DataError(
+                        f"{self.config}: edge type {name!r} is not source:relation:target (files of DGL before 1.0); "
+                        "convert the files with DGL's tools/change_etype_to_canonical_etype.py"
+                    )
+                of = words[0], words[1], words[2]
+            ranges[of] = _Ranges.of(found, self.num_parts, f"{self.config}: edge_map of {name}")
+        return ranges
 
     def graph(self) -> ForeignGraph:
         node_ids, edge_ids = self._original("orig_nids", self.nodes), self._original("orig_eids", self.edges)
-        arrays = {of: self._edge_arrays(of, node_ids, edge_ids.get(of)) for of in self.edges}
+        place, arrays = str(self.config), {}
+        for of, ranges in self.edges.items():
+            edge_index, original = self.arrays.empty((2, ranges.count), np.int64), edge_ids.get(of)
+            for part_id in range(self.num_parts):
+                start, end = ranges.own(part_id)
+                edge_index[:, start:end] = self._own_edges(of, part_id)
+            for row, end_type in enumerate((of[0], of[2])):
+                if end_type in node_ids:
+                    edge_index[row] = node_ids[end_type][edge_index[row]]
+            if original is not None:
+                edge_index = assembled([Piece(original, edge_index.T, place)], ranges.count, "edge", self.arrays).T
+            attrs = self._attrs("edge_feats", of, ranges, original, EDGE_NAMES)
+            arrays[of] = {"edge_index": RawArray(np.ascontiguousarray(edge_index), place), **attrs}
         nodes = {of: self._attrs("node_feats", of, self.nodes[of], node_ids.get(of), NODE_NAMES) for of in self.nodes}
         counts = {of: ranges.count for of, ranges in self.nodes.items()}
-        parts = {of: _reordered(ranges.part_of, node_ids.get(of)) for of, ranges in self.nodes.items()}
+        parts = {of: ranges.part_of for of, ranges in self.nodes.items()}
+        for node_type, ids in node_ids.items():  # in the order of the input graph
+            own, parts[node_type] = parts[node_type], np.empty_like(parts[node_type])
+            parts[node_type][ids] = own
         notes = () if node_ids else (
             f"{self.config}: DGL renumbered the nodes and does not store the ids of the input graph; original ids are "
             "DGL's",
@@ -153,7 +165,7 @@ class _Partition:
         keys, parts = ("node_feats", "edge_feats"), range(self.num_parts)
         return {key: [read_tensor_file(self._file(part_id, key)) for part_id in parts] for key in keys}
 
-    def _original(self, name: str, types: Mapping[Any, IdRanges]) -> dict[Any, Ids]:
+    def _original(self, name: str, types: Mapping[Any, _Ranges]) -> dict[Any, Ids]:
         """Return the ids that nodes or edges have in the input graph, by type, in order of DGL's ids.
 
         The ids are read from the files ``<name>.dgl``. Returns {} if a part has no such file. ``types``: DGL's id
@@ -184,24 +196,10 @@ class _Partition:
             return ("_N",) if isinstance(of, str) else ("_N:_E:_N", "_E")
         return (of,) if isinstance(of, str) else (":".join(of),)
 
-    def _edge_arrays(self, of: EdgeType, node_ids: Mapping[NodeType, Ids], original: Ids | None) -> dict[str, RawArray]:
-        ranges, place = self.edges[of], str(self.config)
-        edge_index = self.arrays.empty((2, ranges.count), np.int64)
-        for part_id in range(self.num_parts):
-            start, end = ranges.own(part_id)
-            edge_index[:, start:end] = self._own_edges(of, part_id)
-        for row, end_type in enumerate((of[0], of[2])):
-            if end_type in node_ids:
-                edge_index[row] = node_ids[end_type][edge_index[row]]
-        if original is not None:
-            edge_index = assembled([Piece(original, edge_index.T, place)], ranges.count, "edge", self.arrays).T
-        attrs = self._attrs("edge_feats", of, ranges, original, EDGE_NAMES)
-        return {"edge_index": RawArray(np.ascontiguousarray(edge_index), place), **attrs}
-
     def _own_edges(self, of: EdgeType, part_id: int) -> Ids:
         """Return the edges of one type that a part owns, [2, e], in order of DGL's edge ids.
 
-        The node ids in the result are ids per type (see ``IdRanges``).
+        The node ids in the result are ids per type (see ``_Ranges``).
         """
         graph, ranges, place = self._graphs[part_id], self.edges[of], str(self._file(part_id, "part_graph"))
         if not {"_ID", "inner_edge"} <= graph.edges.keys() or "_ID" not in graph.nodes:
@@ -229,37 +227,26 @@ class _Partition:
         ])  # fmt: skip
 
     def _attrs(
-        self, key: str, of: NodeType | EdgeType, ranges: IdRanges, original: Ids | None, names: Mapping[str, str]
+        self, key: str, of: NodeType | EdgeType, ranges: _Ranges, original: Ids | None, names: Mapping[str, str]
     ) -> dict[str, RawArray]:
-        found = renamed(dict(self._by_name(key, of)), names)
-        return {name: self._attr(name, pieces, of, ranges, original) for name, pieces in found.items()}
-
-    def _by_name(self, key: str, of: NodeType | EdgeType) -> Iterator[tuple[str, dict[int, RawArray]]]:
-        """Yield each attribute of a type: its name, and its rows by part. ``key``: `node_feats` or `edge_feats`."""
+        """Return the attributes of a type, in original order. ``key``: `node_feats` or `edge_feats`."""
         prefixes = tuple(f"{name}/" for name in self._keys(of))
-        found: dict[str, dict[int, RawArray]] = {}
+        found: dict[str, dict[int, RawArray]] = {}  # by name and part
         for part_id, tensors in enumerate(self._features[key]):
             for full, array in tensors.items():
                 if prefix := next((prefix for prefix in prefixes if full.startswith(prefix)), ""):
                     found.setdefault(full.removeprefix(prefix), {})[part_id] = array
-        yield from found.items()
-
-    def _attr(
-        self,
-        name: str,
-        by_part: Mapping[int, RawArray],
-        of: NodeType | EdgeType,
-        ranges: IdRanges,
-        original: Ids | None,
-    ) -> RawArray:
-        pieces = []
-        for part_id, array in by_part.items():
-            ids = np.arange(*ranges.own(part_id))
-            pieces.append(Piece(ids if original is None else original[ids], array.values, f"{array.place} [{name}]"))
         what = f"{'node' if isinstance(of, str) else 'edge'} of type {type_name(of)}"
-        values = assembled(pieces, ranges.count, what, self.arrays)
-        first = next(iter(by_part.values()))
-        return RawArray(as_mask(name, values), pieces[0].place, first.bfloat16)
+        attrs = {}
+        for name, by_part in renamed(found, names).items():
+            pieces = []
+            for part_id, array in by_part.items():
+                ids = np.arange(*ranges.own(part_id))
+                ids = ids if original is None else original[ids]
+                pieces.append(Piece(ids, array.values, f"{array.place} [{name}]"))
+            values = as_mask(name, assembled(pieces, ranges.count, what, self.arrays))
+            attrs[name] = RawArray(values, pieces[0].place, next(iter(by_part.values())).bfloat16)
+        return attrs
 
 
 T = TypeVar("T")
@@ -279,14 +266,6 @@ def as_mask(name: str, values: Array) -> Array:
     if name.endswith("_mask") and values.dtype.kind in "iu" and values.size and 0 <= values.min() <= values.max() <= 1:
         return values.astype(bool)
     return values
-
-
-def _reordered(values: Array, original: Ids | None) -> Array:
-    if original is None:
-        return values
-    result = np.empty_like(values)
-    result[original] = values
-    return result
 
 
 def _configs(folder: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -71,55 +71,58 @@ class _Graph:
         return dict(zip(types, listed, strict=True))
 
     def graph(self) -> ForeignGraph:
-        edge_types = {name: self._edge_type(name) for name in self.meta["edge_type"]}
-        edges = {of: self._edge_arrays(name, of) for name, of in edge_types.items()}
+        edge_types: dict[str, EdgeType] = {}
+        for name in self.meta["edge_type"]:
+            words = name.split(":")
+            if len(words) != 3 or not {words[0], words[2]} <= set(self.counts):
+                raise DataError(
+                    f"{self.folder / METADATA}: {name!r} is not source:relation:target with types from node_type"
+                )
+            edge_types[name] = words[0], words[1], words[2]
+
+        edges: dict[EdgeType, dict[str, RawArray]] = {}
+        for name, edge_type in edge_types.items():
+            where = f"{self.folder / METADATA}: edges of {name}"
+            chunks = self._chunks(self.meta["edges"].get(name), where)
+            found = [chunks.read(path) for path in chunks.paths]
+            for path, pairs in zip(chunks.paths, found, strict=True):
+                if pairs.ndim != 2 or pairs.shape[1] != 2:
+                    raise DataError(f"{path}: the shape is {list(pairs.shape)}, expected [edges, 2]: source and target")
+            edge_index = np.ascontiguousarray(np.concatenate(found).T) if found else np.empty((2, 0), np.int64)
+            attrs = self._attrs("edge_data", name, EDGE_NAMES, edge_index.shape[1])
+            edges[edge_type] = {"edge_index": RawArray(edge_index, where), **attrs}
         nodes = {of: self._attrs("node_data", of, NODE_NAMES, count) for of, count in self.counts.items()}
-        raw = RawGraph(str(self.meta.get("graph_name", self.folder.name)), {}, nodes, edges, self.counts, hetero=True)
-        assigned, num_parts = _assignment_folder(self.folder), _count(self.folder)
-        parts = {} if assigned is None else {of: self._parts(assigned, of, num_parts) for of in self.counts}
-        graph = ForeignGraph(raw, parts, num_parts)
-        return _homogeneous(graph) if list(self.counts) == ["_N"] and len(edges) == 1 else graph
 
-    def _parts(self, folder: Path, of: NodeType, num_parts: int) -> Any:
-        path = folder / f"{of}.txt"
-        found = _Chunks((path,), "csv").read(path)
-        return part_numbers(found.reshape(-1), self.counts[of], num_parts, str(path))
+        # The part of each node.
+        assigned, num_parts, parts = _assignment_folder(self.folder), _count(self.folder), dict[NodeType, Any]()
+        if assigned is not None:
+            for of, count in self.counts.items():
+                path = assigned / f"{of}.txt"
+                numbers = _Chunks((path,), "csv").read(path).reshape(-1)
+                parts[of] = part_numbers(numbers, count, num_parts, str(path))
 
-    def _edge_type(self, name: str) -> EdgeType:
-        words = name.split(":")
-        if len(words) != 3 or not {words[0], words[2]} <= set(self.counts):
-            raise DataError(
-                f"{self.folder / METADATA}: {name!r} is not source:relation:target with types from node_type"
-            )
-        return words[0], words[1], words[2]
-
-    def _edge_arrays(self, name: str, of: EdgeType) -> dict[str, RawArray]:
-        where = f"{self.folder / METADATA}: edges of {name}"
-        chunks = self._chunks(self.meta["edges"].get(name), where)
-        found = [chunks.read(path) for path in chunks.paths]
-        for path, pairs in zip(chunks.paths, found, strict=True):
-            if pairs.ndim != 2 or pairs.shape[1] != 2:
-                raise DataError(f"{path}: the shape is {list(pairs.shape)}, expected [edges, 2]: source and target")
-        edge_index = np.ascontiguousarray(np.concatenate(found).T) if found else np.empty((2, 0), np.int64)
-        attrs = self._attrs("edge_data", name, EDGE_NAMES, edge_index.shape[1])
-        return {"edge_index": RawArray(edge_index, where), **attrs}
+        counts, hetero = self.counts, list(self.counts) != ["_N"] or len(edges) != 1
+        if not hetero:
+            nodes, counts = {HOMO_NODE: nodes["_N"]}, {HOMO_NODE: counts["_N"]}
+            edges, parts = {HOMO_EDGE: next(iter(edges.values()))}, {HOMO_NODE: parts["_N"]} if parts else {}
+        raw = RawGraph(str(self.meta.get("graph_name", self.folder.name)), {}, nodes, edges, counts, hetero=hetero)
+        return ForeignGraph(raw, parts, num_parts)
 
     def _attrs(self, key: str, name: str, names: Mapping[str, str], count: int) -> dict[str, RawArray]:
         found = (self.meta.get(key) or {}).get(name) or {}
-        return {
-            ours: self._attr(ours, entry, f"{key} of {name}", count) for ours, entry in renamed(found, names).items()
-        }
-
-    def _attr(self, name: str, entry: Any, of: str, count: int) -> RawArray:
-        chunks = self._chunks(entry, f"{self.folder / METADATA}: {of}, {name}")
-        pieces, start = [], 0
-        for path in chunks.paths:
-            rows = chunks.read(path)
-            pieces.append(Piece(np.arange(start, start + len(rows)), rows, str(path)))
-            start += len(rows)
-        values = assembled(pieces, count, f"row of {of}:", self.arrays)
-        values = values.reshape(-1) if chunks.kind == "csv" and values.shape[1:] == (1,) else values
-        return RawArray(as_mask(name, values), str(chunks.paths[0]))
+        attrs = {}
+        for ours, entry in renamed(found, names).items():
+            of = f"{key} of {name}"
+            chunks = self._chunks(entry, f"{self.folder / METADATA}: {of}, {ours}")
+            pieces, start = [], 0
+            for path in chunks.paths:
+                rows = chunks.read(path)
+                pieces.append(Piece(np.arange(start, start + len(rows)), rows, str(path)))
+                start += len(rows)
+            values = assembled(pieces, count, f"row of {of}:", self.arrays)
+            values = values.reshape(-1) if chunks.kind == "csv" and values.shape[1:] == (1,) else values
+            attrs[ours] = RawArray(as_mask(ours, values), str(chunks.paths[0]))
+        return attrs
 
     def _chunks(self, entry: Any, where: str) -> _Chunks:
         form = entry.get("format", {}) if isinstance(entry, dict) else {}
@@ -136,14 +139,6 @@ class _Graph:
             if (moved := self.folder.joinpath(*Path(path).parts[start:])).is_file():
                 return moved
         return there
-
-
-def _homogeneous(graph: ForeignGraph) -> ForeignGraph:
-    raw = graph.raw
-    (nodes,), (edges,), (count,) = raw.nodes.values(), raw.edges.values(), raw.num_nodes.values()
-    typed = replace(raw, nodes={HOMO_NODE: nodes}, edges={HOMO_EDGE: edges}, num_nodes={HOMO_NODE: count}, hetero=False)
-    parts = dict(zip((HOMO_NODE,), graph.parts.values(), strict=False))
-    return ForeignGraph(typed, parts, graph.num_parts)
 
 
 def _read_csv(path: Path, delimiter: str) -> Array:
@@ -185,8 +180,10 @@ def _assignment_folder(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_num_parts(folder: Path) -> int:
-    path = folder / PARTITION
+def _count(folder: Path) -> int:
+    if (assigned := _assignment_folder(folder)) is None:
+        return 0
+    path = assigned / PARTITION
     try:
         count = read_json(path)["num_parts"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -194,11 +191,6 @@ def _read_num_parts(folder: Path) -> int:
     if type(count) is not int or count < 1:
         raise DataError(f"{path}: num_parts is {count!r}, expected a number")
     return count
-
-
-def _count(folder: Path) -> int:
-    assigned = _assignment_folder(folder)
-    return 0 if assigned is None else _read_num_parts(assigned)
 
 
 DGL_CHUNKED = ForeignFormat(

@@ -130,7 +130,11 @@ class _Stream:
                 continue
             self.skip_meta_graph()
             if code == _COO_CODE:
-                found = self._coordinates()
+                self.expect(_COO, "edges as pairs")
+                self.take(16)  # numbers of columns and rows
+                rows, columns, ids = (self._tensor().values for _ in range(3))
+                self.take(2)  # whether rows and columns are sorted
+                found = self._by_id(rows, ids), self._by_id(columns, ids)
             else:
                 rows, columns = self._compressed()
                 found = (rows, columns) if code == _CSR_CODE else (columns, rows)
@@ -142,13 +146,6 @@ class _Stream:
                 self.skip_meta_graph()
                 self._compressed()
         return found
-
-    def _coordinates(self) -> tuple[Array, Array]:
-        self.expect(_COO, "edges as pairs")
-        self.take(16)  # numbers of columns and rows
-        rows, columns, ids = (self._tensor().values for _ in range(3))
-        self.take(2)  # whether rows and columns are sorted
-        return self._by_id(rows, ids), self._by_id(columns, ids)
 
     def _by_id(self, values: Array, ids: Array) -> Array:
         if not len(ids):

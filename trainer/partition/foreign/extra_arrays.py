@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,32 @@ def extra_files(folder: Path, given: Mapping[str, str]) -> list[ExtraFile]:
     A relative path is looked up in ``folder`` first, then in the current folder. Files in ``given`` take precedence.
     Raises ``DataError`` when a given file does not exist.
     """
-    mine = [ExtraFile(name, _given(name, path, folder), True) for name, path in given.items()]
-    return [*mine, *(file for file in _beside(folder) if file.name not in given)]
+    found = []
+    for name, path in given.items():
+        there = folder / Path(os.path.expanduser(path))
+        there = there if there.exists() else Path(os.path.expanduser(path))
+        if not there.exists():
+            raise DataError(f"--nodes {name}={path}: {there} does not exist")
+        files = _numbered(there) if there.is_dir() else (there,)
+        if not files:
+            raise DataError(
+                f"{there} has no files partition0.pt, …; --nodes {name}= takes a folder with such files, or a .npy "
+                "or .pt file"
+            )
+        found.append(ExtraFile(name, files, True))
+    folder = folder.resolve()
+    places = [(folder, "")]
+    if folder.name.endswith(_SUFFIX):
+        places.append((folder.parent, folder.name.removesuffix(_SUFFIX) + "-"))
+    for place, prefix in places:
+        label = place / f"{prefix}label" / "label.pt"
+        if label.is_file() and "y" not in given:
+            found.append(ExtraFile("y", (label,), False))
+        for split in _SPLITS:
+            files = _numbered(place / f"{prefix}{split}{_SUFFIX}")
+            if files and f"{split}_idx" not in given:
+                found.append(ExtraFile(f"{split}_idx", files, False))
+    return found
 
 
 def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
@@ -57,7 +81,11 @@ def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
         if isinstance(found, str):
             notes.append(found)
             continue
-        for of, name, array in _named(file.name, found, raw):
+        of_name, _, name = file.name.rpartition("__")
+        for of_file, array in found.items():
+            of = of_name or of_file or (None if raw.hetero else HOMO_NODE)
+            if of is not None and of not in raw.node_types:
+                raise DataError(f"{file.name}: no nodes of type {of!r}; the node types are {', '.join(raw.node_types)}")
             own = plain if of is None else nodes.setdefault(of, {})
             if name in own:
                 if file.given:
@@ -69,50 +97,6 @@ def with_extra_arrays(raw: RawGraph, files: list[ExtraFile]) -> RawGraph:
     return replace(raw, plain=plain, nodes=nodes, notes=tuple(notes))
 
 
-def _named(name: str, found: Mapping[str, RawArray], raw: RawGraph) -> Iterator[tuple[NodeType | None, str, RawArray]]:
-    """Yield (node type, array name, array) for each array of a file. The type is None if it is not known.
-
-    ``name``: name of the array, or `<node type>__<array name>`. ``found``: the arrays by node type; '' if the file
-    does not state the type. Raises ``DataError`` if the graph has no such type.
-    """
-    of_name, _, own = name.rpartition("__")
-    for of_file, array in found.items():
-        of = of_name or of_file or (None if raw.hetero else HOMO_NODE)
-        if of is not None and of not in raw.node_types:
-            raise DataError(f"{name}: no nodes of type {of!r}; the node types are {', '.join(raw.node_types)}")
-        yield of, own, array
-
-
-def _given(name: str, path: str, folder: Path) -> tuple[Path, ...]:
-    there = folder / Path(os.path.expanduser(path))
-    there = there if there.exists() else Path(os.path.expanduser(path))
-    if there.is_dir():
-        files = _numbered(there)
-        if not files:
-            raise DataError(
-                f"{there} has no files partition0.pt, …; --nodes {name}= takes a folder with such files, or a .npy "
-                "or .pt file"
-            )
-        return files
-    if not there.exists():
-        raise DataError(f"--nodes {name}={path}: {there} does not exist")
-    return (there,)
-
-
-def _beside(folder: Path) -> Iterator[ExtraFile]:
-    folder = folder.resolve()
-    places = [(folder, "")]
-    if folder.name.endswith(_SUFFIX):
-        places.append((folder.parent, folder.name.removesuffix(_SUFFIX) + "-"))
-    for place, prefix in places:
-        label = place / f"{prefix}label" / "label.pt"
-        if label.is_file():
-            yield ExtraFile("y", (label,), False)
-        for split in _SPLITS:
-            if files := _numbered(place / f"{prefix}{split}{_SUFFIX}"):
-                yield ExtraFile(f"{split}_idx", files, False)
-
-
 def _numbered(folder: Path) -> tuple[Path, ...]:
     found = {}
     for path in folder.glob("*.pt"):
@@ -122,6 +106,7 @@ def _numbered(folder: Path) -> tuple[Path, ...]:
 
 
 def _read(file: ExtraFile) -> dict[str, RawArray] | str:
+    """Return the arrays of a file by node type, '' if it states none; or why it is left out."""
     pieces: dict[str, list[RawArray]] = {}
     for path in file.files:
         if path.suffix == ".npy":

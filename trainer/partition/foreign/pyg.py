@@ -136,8 +136,17 @@ class _Partition:
                 )
             all_ids.append((ids, place))
             ends.append((row, col))
-            for name, array in self._edge_attrs(part_id, of, ids).items():
-                attrs.setdefault(name, []).append((len(all_ids) - 1, array))
+            content, place = self._of(part_id, "edge_feats", of)
+            if content.get("global_id") is not None:
+                listed = _tensor(content, "global_id", place).values
+                if listed.shape != ids.shape or len(np.unique(listed - ids)) > 1:  # one may count all edge types
+                    raise DataError(
+                        f"{place}: global_id lists other edges than edge_id in graph.pt; make the partition again"
+                    )
+            for name, value in {**(content.get("feats") or {}), **_present(content, "edge_time")}.items():
+                if value is not None:
+                    array = tensor_array(value, f"{place} [{name}]")
+                    attrs.setdefault(name, []).append((len(all_ids) - 1, array))
         count = sum(len(ids) for ids, _ in all_ids)
         if self.hetero:  # ids count the edges of all types
             first = min((int(ids.min()) for ids, _ in all_ids if len(ids)), default=0)
@@ -154,18 +163,6 @@ class _Partition:
         pieces = {name: [(all_ids[at][0], array) for at, array in found] for name, found in attrs.items()}
         place = f"{self.folder}/part_*/graph.pt{'' if of == HOMO_EDGE else f' [{type_name(of)}]'}"
         return {"edge_index": RawArray(edge_index, place), **self._assembled(pieces, count, what)}
-
-    def _edge_attrs(self, part_id: int, of: EdgeType, edge_ids: Array) -> dict[str, RawArray]:
-        """Return the attributes of a part's edges. Raises ``DataError`` if they are not in order of ``edge_ids``."""
-        content, place = self._of(part_id, "edge_feats", of)
-        if content.get("global_id") is not None:
-            ids = _tensor(content, "global_id", place).values
-            if ids.shape != edge_ids.shape or len(np.unique(ids - edge_ids)) > 1:  # one may count all edge types
-                raise DataError(
-                    f"{place}: global_id lists other edges than edge_id in graph.pt; make the partition again"
-                )
-        found = {**(content.get("feats") or {}), **_present(content, "edge_time")}
-        return {name: tensor_array(value, f"{place} [{name}]") for name, value in found.items() if value is not None}
 
     def _assembled(
         self, pieces: Mapping[str, list[tuple[Array, RawArray]]], count: int, what: str

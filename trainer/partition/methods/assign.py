@@ -171,31 +171,25 @@ def assign_parts(
             f"num_parts must be from 1 to the number of nodes"
         )
     joined = JoinedNodes.of(dataset)
-    part = np.zeros(joined.total, np.int32)
-    if num_parts > 1:
-        part = _assign(dataset, joined, num_parts, method, seed, scratch, resolved)
-    return given_assignment(dataset, joined.split(part), num_parts, method, seed, resolved)
-
-
-def _assign(
-    dataset: Dataset, joined: JoinedNodes, num_parts: int, method: str, seed: int, scratch: Scratch | None,
-    options: Mapping[str, Any],
-) -> Part:  # fmt: skip
-    if method == "auto":
+    if num_parts == 1:
+        part = np.zeros(joined.total, np.int32)
+    elif method == "auto":
         raise ValueError("method auto: call choose_method first, and pass the method that it returns")
-    if method == "streaming":
+    elif method == "streaming":
         if scratch is None:
             raise ValueError("method streaming needs a scratch folder")
-        return streaming_assignment(dataset, joined, num_parts, seed, options["balance"], scratch)
-    if method == "metis":
-        return metis_assignment(dataset, joined, num_parts, seed, options["balance"])
-    if method == "frequency":
-        fanouts = fanouts_of(options["fanouts"])
-        return frequency_assignment(dataset, joined, num_parts, seed, fanouts, options["balance"])
-    if method == "random":
-        return _random_parts(joined, num_parts, seed)
-    by_type = [hash_part(of, np.arange(nodes.num_nodes), num_parts, seed) for of, nodes in dataset.nodes.items()]
-    return np.concatenate(by_type)
+        part = streaming_assignment(dataset, joined, num_parts, seed, resolved["balance"], scratch)
+    elif method == "metis":
+        part = metis_assignment(dataset, joined, num_parts, seed, resolved["balance"])
+    elif method == "frequency":
+        fanouts = fanouts_of(resolved["fanouts"])
+        part = frequency_assignment(dataset, joined, num_parts, seed, fanouts, resolved["balance"])
+    elif method == "random":
+        part = _random_parts(joined, num_parts, seed)
+    else:
+        by_type = [hash_part(of, np.arange(nodes.num_nodes), num_parts, seed) for of, nodes in dataset.nodes.items()]
+        part = np.concatenate(by_type)
+    return given_assignment(dataset, joined.split(part), num_parts, method, seed, resolved)
 
 
 def given_assignment(

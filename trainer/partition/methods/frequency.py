@@ -19,7 +19,7 @@ from trainer.core.compiled import njit
 from trainer.core.errors import PartitionError
 from trainer.core.schema import EdgeType, NodeType
 from trainer.data.dataset import Dataset
-from trainer.partition.methods.balance import TRAIN, JoinedNodes, NodeClasses, Part, node_classes
+from trainer.partition.methods.balance import TRAIN, JoinedNodes, Part, node_classes
 from trainer.partition.methods.metis import metis_assignment, without_empty_parts
 
 Fanouts = Sequence[int] | Mapping[EdgeType, Sequence[int]]  #: per hop, seeds outward; for all edge types, or per type
@@ -40,7 +40,14 @@ class TypedInEdges:
     def of(cls, dataset: Dataset) -> TypedInEdges:
         """Build the CSC of each edge type. Memory: one id per edge, and 8 bytes per target node and edge type."""
         counts = {of: nodes.num_nodes for of, nodes in dataset.nodes.items()}
-        edges = {of: _in_edges(edges.edge_index, counts[of[2]]) for of, edges in dataset.edges.items()}
+        edges = {}
+        for of, data in dataset.edges.items():
+            sources, targets = data.edge_index
+            indptr = np.zeros(counts[of[2]] + 1, np.int64)
+            np.cumsum(np.bincount(targets, minlength=counts[of[2]]), out=indptr[1:])
+            by_target = np.empty_like(sources)
+            _fill(sources, targets, indptr[:-1].copy(), by_target)
+            edges[of] = indptr, by_target
         return cls(counts, edges)
 
 
@@ -75,15 +82,6 @@ def visit_probabilities(
             else:
                 fresh[node_type][:] = 0
     return visited
-
-
-def _in_edges(edge_index: Array, num_targets: int) -> tuple[Array, Array]:
-    sources, targets = edge_index
-    indptr = np.zeros(num_targets + 1, np.int64)
-    np.cumsum(np.bincount(targets, minlength=num_targets), out=indptr[1:])
-    by_target = np.empty_like(sources)
-    _fill(sources, targets, indptr[:-1].copy(), by_target)
-    return indptr, by_target
 
 
 @njit()
@@ -154,7 +152,12 @@ def frequency_assignment(
     part = np.full(joined.total, -1, np.int32)
     for of, own in joined.split(part).items():
         own[seeds.get(of, [])] = joined.split(home)[of][seeds.get(of, [])]
-    _place(chances, part, node_classes(dataset, joined, num_parts, balance), num_parts)
+    classes = node_classes(dataset, joined, num_parts, balance)
+    sizes = classes.sizes(part, num_parts)
+    free = np.flatnonzero(part < 0)
+    order = free[np.argsort(-_regrets(chances, free), kind="stable")]
+    left = np.bincount(classes.of[free], minlength=len(classes.count))
+    _choose(chances, order, classes.of, sizes, classes.least, classes.most, left, part)
     return without_empty_parts(part, num_parts)
 
 
@@ -172,14 +175,6 @@ def _chances(
         for of, values in joined.split(chances[part_id]).items():
             values[:] = found[of]
     return chances
-
-
-def _place(chances: Array, part: Part, classes: NodeClasses, num_parts: int) -> None:
-    sizes = classes.sizes(part, num_parts)
-    free = np.flatnonzero(part < 0)
-    order = free[np.argsort(-_regrets(chances, free), kind="stable")]
-    left = np.bincount(classes.of[free], minlength=len(classes.count))
-    _choose(chances, order, classes.of, sizes, classes.least, classes.most, left, part)
 
 
 @njit()

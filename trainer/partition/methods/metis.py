@@ -53,7 +53,11 @@ def metis_assignment(
 
 def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int) -> Part:
     if len(neighbours) > _MEAN_DEGREE * (len(indptr) - 1):
-        indptr, neighbours = _thin(indptr, neighbours)
+        # Edge (u, v) is kept, in both directions, with probability (1/deg u + 1/deg v) * _MEAN_DEGREE / 2.
+        keep = _MEAN_DEGREE / 2
+        thinned = _thin_count(indptr, neighbours, keep)
+        neighbours = _thin_fill(indptr, neighbours, keep, np.empty(int(thinned[-1]), _metis_dtype()))
+        indptr = thinned
     connected = np.flatnonzero(np.diff(indptr))
     part = np.full(len(indptr) - 1, -1, np.int32)
     if len(connected) <= num_parts:  # METIS needs more nodes than parts; ``fill_up`` distributes these nodes
@@ -134,17 +138,6 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _thin(indptr: Array, neighbours: Array) -> tuple[Array, Array]:
-    """Return the CSR of a sample of the edges. Both directions of an edge are kept, or neither.
-
-    ``indptr`` and ``neighbours``: CSR of all edges. Edge (u, v) is kept with probability (1/deg u + 1/deg v) *
-    ``_MEAN_DEGREE`` / 2.
-    """
-    keep = _MEAN_DEGREE / 2
-    thinned = _thin_count(indptr, neighbours, keep)
-    return thinned, _thin_fill(indptr, neighbours, keep, np.empty(int(thinned[-1]), _metis_dtype()))
 
 
 @njit()

@@ -17,11 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from launcher.config.loader import to_yaml
-from launcher.config.schema import ClusterConfig
 from launcher.hostlist import fold
 from launcher.node.json_reader import records
 from launcher.node.json_records import EVENT
-from launcher.plan.model import LaunchPlan
 from launcher.report.device_use import known_number, mean
 from launcher.report.launch_file import LaunchFile
 from launcher.report.metrics import Metrics, metrics_files, read_metrics
@@ -101,8 +99,12 @@ class Row:
 
         Empty if neither higher nor lower values are better in this row, or if all known values are equal.
         """
-        numbers = {i: known_number(value) for i, value in enumerate(self.values)}
-        known = {i: self._shown(value) for i, value in numbers.items() if value is not None and math.isfinite(value)}
+        digits = {"score": 4, "share": 2}.get(self.form)
+        known = {}
+        for i, value in enumerate(map(known_number, self.values)):
+            if value is not None and math.isfinite(value):
+                text = f"{value:.{2 if self.form == 'bytes' else 3}g}"
+                known[i] = float(text) if digits is None else round(value, digits)
         if not self.better or len(set(known.values())) < 2:
             return ()
         best = (max if self.better == "more" else min)(known.values())
@@ -112,10 +114,6 @@ class Row:
     def differs(self) -> bool:
         """Whether two runs have different values; unknown values do not count."""
         return _unlike(value for value in self.values if value is not None)
-
-    def _shown(self, value: float) -> float:
-        digits = {"score": 4, "share": 2}.get(self.form)
-        return float(f"{value:.{2 if self.form == 'bytes' else 3}g}") if digits is None else round(value, digits)
 
 
 @dataclass(frozen=True)
@@ -146,35 +144,59 @@ def figures_of(found: FoundRun, runs_dirs: Sequence[Path] = ()) -> RunFigures:
     ``runs_dirs``: further folders in which to look for the runs that it resumed.
     """
     assert found.folder is not None, "only runs known here are compared"
+    entry = entry_of(found.folder)
+
+    # The settings by dotted key. A user's own command ignores those of ``train``.
+    config: dict[str, Any] = {}
+    if found.config:
+        tree = yaml.safe_load(to_yaml(found.config))
+        of_nodes = tree.pop("nodes")
+        if found.own:
+            tree.pop("train", None)
+        for key in dict.fromkeys(key for node in of_nodes for key in node):
+            config[f"nodes.*.{key}"] = _merged([node.get(key) for node in of_nodes])
+        config |= dict(_leaves(tree))
+
     # The name of the folder that has the parts on a node is their fingerprint.
     nodes = found.plan.nodes if found.plan else ()
     parts = next((node.data_dir for node in nodes if node.data_dir.startswith(f"{node.workdir}/data/")), "")
+
+    # Versions of packages, from the events of preflight: all that nodes have; and the digest of gnnfleet's code.
+    events = found.folder / "events.jsonl"
+    found_versions: dict[str, list[str]] = {}
+    for event in records(EVENT, events.read_bytes().split(b"\n") if events.is_file() else ()):
+        for name, version in event.get("versions", {}).items() if event.get("kind") == "versions" else ():
+            found_versions.setdefault(name, []).append(str(version))
+    versions = {}
+    for name, of_package in sorted(found_versions.items()):
+        if text := ", ".join(dict.fromkeys(filter(None, of_package))):
+            versions[name] = text
+    if found.plan:
+        versions["code"] = found.plan.code_digest[:12]
+    metrics = _metrics(found.folder).analysed()
+
+    # The folders of the runs that it resumed, oldest first.
+    folders: list[Path] = []
+    launch = found.launch
+    while launch and launch.resumed_from and len(folders) < _ANCESTORS:
+        folder = known_here(launch.resumed_from, [found.folder.parent, *runs_dirs])
+        if folder is None or folder in (found.folder, *folders):
+            break
+        folders.insert(0, folder)
+        launch = LaunchFile.read(folder)
     return RunFigures(
-        entry_of(found.folder),
-        _flat(found.config, own=found.own) if found.config else {},
+        entry,
+        config,
         " ".join(found.launch.own_command) if found.launch else "",
         Path(parts).name,
-        _versions(found.folder / "events.jsonl", found.plan),
-        _metrics(found.folder).analysed(),
-        tuple(map(_metrics, _resumed(found, [found.folder.parent, *runs_dirs]))),
+        versions,
+        metrics,
+        tuple(map(_metrics, folders)),
     )
 
 
 def _metrics(folder: Path) -> Metrics:
     return read_metrics(metrics_files(folder) or sorted(folder.glob("metrics.jsonl")))
-
-
-def _resumed(found: FoundRun, runs_dirs: Sequence[Path]) -> list[Path]:
-    """Return the folders of the runs that a run resumed, oldest first."""
-    folders: list[Path] = []
-    launch = found.launch
-    while launch and launch.resumed_from and len(folders) < _ANCESTORS:
-        folder = known_here(launch.resumed_from, runs_dirs)
-        if folder is None or folder in (found.folder, *folders):
-            break
-        folders.insert(0, folder)
-        launch = LaunchFile.read(folder)
-    return folders
 
 
 def _continued(curves: Iterable[Mapping[int, float]]) -> dict[int, float]:
@@ -275,16 +297,6 @@ def _unlike(values: Iterable[Any]) -> bool:
     return len({json.dumps(value, sort_keys=True, default=str) for value in values}) > 1
 
 
-def _flat(config: ClusterConfig, *, own: bool) -> dict[str, Any]:
-    """Return the settings by dotted key. own: the run has a user's own command, which ignores the ``train`` keys."""
-    tree = yaml.safe_load(to_yaml(config))
-    nodes = tree.pop("nodes")
-    if own:
-        tree.pop("train", None)
-    keys = dict.fromkeys(key for node in nodes for key in node)
-    return {f"nodes.*.{key}": _merged([node.get(key) for node in nodes]) for key in keys} | dict(_leaves(tree))
-
-
 def _merged(values: Sequence[Any]) -> Any:
     """Merge the values that a config key has on the nodes of a run.
 
@@ -301,23 +313,6 @@ def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield from _leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value
-
-
-def _versions(events: Path, plan: LaunchPlan | None) -> dict[str, str]:
-    """Return package versions from the events of preflight, and the digest of gnnfleet's code.
-
-    If the nodes have different versions of a package, all of them are listed.
-    """
-    found: dict[str, list[str]] = {}
-    for event in records(EVENT, events.read_bytes().split(b"\n") if events.is_file() else ()):
-        for name, version in event.get("versions", {}).items() if event.get("kind") == "versions" else ():
-            found.setdefault(name, []).append(str(version))
-    versions_by_name = {
-        name: ", ".join(dict.fromkeys(filter(None, versions))) for name, versions in sorted(found.items())
-    }
-    return {name: text for name, text in versions_by_name.items() if text} | (
-        {"code": plan.code_digest[:12]} if plan else {}
-    )
 
 
 def _values_by_epoch(metrics: Metrics, what: str) -> dict[int, float]:

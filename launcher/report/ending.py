@@ -31,17 +31,6 @@ def _hub_was_cut_off(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: 
     return len(others_results) > 1 and all(str(hub) in (result.get("lost") or {}) for result in others_results)
 
 
-def _lost_with_hub(results: Mapping[int, Mapping[str, Any]], nodes: int, hub: int) -> set[int]:
-    """Return the nodes that the lead node reports lost, and went on without, only because it was cut off itself.
-
-    A node that it lost earlier is not among them.
-    """
-    if not _hub_was_cut_off(results, nodes, hub):
-        return set()
-    since = {int(k): float(lost["since"]) for k, lost in nodes_reported_lost(results[hub]).items()}
-    return {k for k, when in since.items() if max(since.values()) - when < _AT_ONCE}
-
-
 def nodes_reported_lost(result: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Return the nodes that a ``result.json`` reports lost, by node_rank.
 
@@ -59,7 +48,12 @@ def conclude(report: RunReport, plan: LaunchPlan, seconds: float, offsets: Mappi
     results, nodes = report.results, plan.nodes
     attempt = LastAttempt.of(results, plan.lead)
     hub = attempt.hub
-    seen_alone = _lost_with_hub(results, len(nodes), hub)  # what a node says of others while it was alone
+    # The nodes that the lead node reports lost, and went on without, only because it was cut off itself; a node that it
+    # lost earlier is not among them.
+    seen_alone: set[int] = set()
+    if _hub_was_cut_off(results, len(nodes), hub):
+        since_when = {int(k): float(lost["since"]) for k, lost in nodes_reported_lost(results[hub]).items()}
+        seen_alone = {k for k, when in since_when.items() if max(since_when.values()) - when < _AT_ONCE}
     gone = attempt.gone - seen_alone
 
     def measured_here(k: int) -> float:

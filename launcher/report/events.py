@@ -59,8 +59,13 @@ class EventLog:
         """
         try:
             with self._locked():
-                if once and line in self._node_lines():
-                    return
+                if once:  # reads only what was added since the last time
+                    self._file.seek(self._read_to)
+                    for known in self._file:
+                        self._known |= {known.decode("utf-8", "replace")} if b'"node_rank"' in known else set()
+                    self._read_to = self._file.tell()
+                    if line in self._known:
+                        return
                 write_line(self._file.fileno(), line.encode())
         except OSError as error:
             if not self._failed:
@@ -80,14 +85,6 @@ class EventLog:
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def _node_lines(self) -> set[str]:
-        """Return the lines in the file that are events of nodes; reads only what was added since the last call."""
-        self._file.seek(self._read_to)
-        for line in self._file:
-            self._known |= {line.decode("utf-8", "replace")} if b'"node_rank"' in line else set()
-        self._read_to = self._file.tell()
-        return self._known
 
 
 def lasting_findings(findings: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -72,9 +72,31 @@ class Curves:
     def add(self, line: Line) -> None:
         kind, rank = line.get("kind"), line.get("rank")
         if kind == "step" and isinstance(rank, int):
-            self._step(rank, line)
+            t, speed = number(line.get("t")), number(line.get("seeds_per_s"))
+            if t is not None and speed is not None:
+                self.speed.setdefault(rank, _Curve()).add(t, speed)
+            epoch, step, loss = (number(line.get(name)) for name in ("epoch", "step", "loss"))
+            if epoch is None or step is None or loss is None or int(epoch) in self.covered:
+                return
+            x = epoch - 1 + (step + 1) / max(1.0, number(line.get("steps")) or 1.0)
+            points = self.steps.setdefault(int(epoch), {}).setdefault(rank, [])
+            points.append((x, loss))
+            if len(points) > 20 * POINTS:
+                points[:] = thinned(sorted(points))
         elif kind == "epoch" and isinstance(rank, int):
-            self._epoch(line)
+            losses, epoch = line.get("step_loss"), number(line.get("epoch"))  # those over all ranks
+            if isinstance(losses, list) and losses and epoch is not None:
+                points = [
+                    (epoch - 1 + (i + 1) / len(losses), loss)
+                    for i, each in enumerate(losses)
+                    if (loss := number(each)) is not None
+                ]
+                self.covered.add(int(epoch))
+                self.steps.pop(int(epoch), None)
+                self.losses += thinned(points)
+                if len(self.losses) > 20 * POINTS:
+                    self.losses = thinned(self.losses)
+            self.epochs.append({name: value for name, value in line.items() if name != "step_loss"})
         elif kind == "eval":
             self.metric = self.metric or metric_of([line])
             epoch, score = number(line.get("epoch")), self.metric.of(line)
@@ -96,39 +118,6 @@ class Curves:
             {rank: tuple(thinned(curve.points)) for rank, curve in sorted(self.speed.items())},
             tuple(sorted(self.epochs, key=lambda line: int(line["rank"]))),
         )
-
-    def _step(self, rank: int, line: Line) -> None:
-        t, speed = number(line.get("t")), number(line.get("seeds_per_s"))
-        if t is not None and speed is not None:
-            self.speed.setdefault(rank, _Curve()).add(t, speed)
-        epoch, step, loss = (number(line.get(name)) for name in ("epoch", "step", "loss"))
-        if epoch is not None and step is not None and loss is not None:
-            x = epoch - 1 + (step + 1) / max(1.0, number(line.get("steps")) or 1.0)
-            self._step_loss(int(epoch), rank, (x, loss))
-
-    def _step_loss(self, epoch: int, rank: int, point: Point) -> None:
-        # The epoch line has the losses over all ranks.
-        if epoch in self.covered:
-            return
-        points = self.steps.setdefault(epoch, {}).setdefault(rank, [])
-        points.append(point)
-        if len(points) > 20 * POINTS:
-            points[:] = thinned(sorted(points))
-
-    def _epoch(self, line: Line) -> None:
-        losses, epoch = line.get("step_loss"), number(line.get("epoch"))
-        if isinstance(losses, list) and losses and epoch is not None:
-            points = [
-                (epoch - 1 + (i + 1) / len(losses), loss)
-                for i, each in enumerate(losses)
-                if (loss := number(each)) is not None
-            ]
-            self.covered.add(int(epoch))
-            self.steps.pop(int(epoch), None)
-            self.losses += thinned(points)
-            if len(self.losses) > 20 * POINTS:
-                self.losses = thinned(self.losses)
-        self.epochs.append({name: value for name, value in line.items() if name != "step_loss"})
 
 
 def _mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
@@ -273,12 +262,6 @@ def read_metrics(files: Iterable[Path], merged: IO[bytes] | None = None) -> Metr
 
 
 def _lines_of(file: Path) -> Iterator[_Line]:
-    for text in _texts(file):
-        for values in records(METRIC, [text]):  # no record if the line is incomplete or not a metrics line
-            yield _Line(float(values.get("t", 0.0)), text.rstrip(b"\n") + b"\n", values, file)
-
-
-def _texts(file: Path) -> Iterator[bytes]:
     # The file is opened again for each block of lines: ranks may outnumber the files that a process may open.
     offset = 0
     while True:
@@ -288,4 +271,6 @@ def _texts(file: Path) -> Iterator[bytes]:
             offset = opened.tell()
         if not lines:
             return
-        yield from lines
+        for text in lines:
+            for values in records(METRIC, [text]):  # no record if the line is incomplete or not a metrics line
+                yield _Line(float(values.get("t", 0.0)), text.rstrip(b"\n") + b"\n", values, file)

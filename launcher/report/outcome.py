@@ -181,34 +181,30 @@ def aftermath_of(first: Outcome, outcomes: Iterable[Outcome]) -> Aftermath:
     others = [outcome for outcome in outcomes if outcome is not first and not outcome.done_without]
     failed = [outcome for outcome in others if outcome.failed and not outcome.stopped]
     stopped = [outcome for outcome in others if outcome.stopped]
-    lines = _folded(failed)
-    kinds = Counter("rank" if outcome.rank is not None else outcome.name for outcome in stopped)
-    if counts := [count(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]:
-        lines.append(f"stopped after it: {' and '.join(counts)}")
-    return Aftermath(_lead(first, failed), tuple(lines))
 
-
-def _lead(first: Outcome, failed: Sequence[Outcome]) -> str:
-    if not failed:
-        return ""
-    errors = count(len(failed), "follow-up error")
-    later = [outcome.ended - first.ended for outcome in failed if outcome.ended and first.ended]
-    if not later or min(later) < 0:  # a consequence was recorded before its cause
-        return f"; {errors}"
-    return f", {min(later):.1f} s before {errors}"
-
-
-def _folded(failed: Iterable[Outcome]) -> list[str]:
-    kinds: dict[str, list[Outcome]] = {}
+    # Equal errors are one line, those of most processes first.
+    by_reason: dict[str, list[Outcome]] = {}
     for outcome in failed:
-        kinds.setdefault(_PARTICULAR.sub("…", outcome.reason), []).append(outcome)
-    largest = sorted(kinds.values(), key=len, reverse=True)
+        by_reason.setdefault(_PARTICULAR.sub("…", outcome.reason), []).append(outcome)
+    largest = sorted(by_reason.values(), key=len, reverse=True)
     lines = []
     for each in largest[:_KINDS_SHOWN]:
         reason = each[0].reason
         lines.append(f"then {_who(each)} {reason if len(reason) <= _LONGEST else f'{reason[: _LONGEST - 1]}…'}")
-    left = sum(map(len, largest[_KINDS_SHOWN:]))
-    return [*lines, f"then {count(left, 'more error')}, see the logs"] if left else lines
+    if left := sum(map(len, largest[_KINDS_SHOWN:])):
+        lines.append(f"then {count(left, 'more error')}, see the logs")
+    kinds = Counter("rank" if outcome.rank is not None else outcome.name for outcome in stopped)
+    if counts := [count(kinds[kind], kind) for kind in ("rank", "server", "node") if kinds[kind]]:
+        lines.append(f"stopped after it: {' and '.join(counts)}")
+
+    lead = ""
+    if failed:
+        errors = count(len(failed), "follow-up error")
+        later = [outcome.ended - first.ended for outcome in failed if outcome.ended and first.ended]
+        lead = f"; {errors}"
+        if later and min(later) >= 0:  # else a consequence was recorded before its cause
+            lead = f", {min(later):.1f} s before {errors}"
+    return Aftermath(lead, tuple(lines))
 
 
 def _who(outcomes: Sequence[Outcome]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,18 +31,6 @@ _SHOWN = 8  # files of the output folder that are listed
 
 def _mean_loss(lines: Sequence[Mapping[str, Any]]) -> float:
     return float(sum(line["loss"] for line in lines) / len(lines))
-
-
-def _output_lines(folder: Path) -> Iterator[str]:
-    """Yield lines that list the files under ``folder/output``, with their sizes."""
-    top = folder / "output"
-    found = sorted(path for path in top.rglob("*") if path.is_file()) if top.is_dir() else []
-    if found:
-        yield f"output: {count(len(found), 'file')} in {top}"
-    for path in found[:_SHOWN]:
-        yield f"  {path.relative_to(top)}  {decimal(path.stat().st_size)}"
-    if len(found) > _SHOWN:
-        yield f"  and {len(found) - _SHOWN:,} more"
 
 
 def excluded_names(nodes: Sequence[NodePlan], away: Collection[int]) -> tuple[str, ...]:
@@ -218,17 +206,27 @@ def _print_done(report: RunReport, console: Console) -> None:
         at = f"epoch {last['epoch']}, step {last['step'] + 1}" + (f" of {last['steps']}" if "steps" in last else "")
         mean = f", mean of {count(len(steps), 'rank')}" if len(steps) > 1 else ""
         console.print(Text(f"last loss: {_mean_loss(steps):.4f}{mean} ({at})", "bold"))
+
+    # How fast it was.
+    node_of = {outcome.rank: outcome.node_rank for outcome in report.outcomes if outcome.rank is not None}
     known = report.metrics.throughput()
     if report.restarts:
         started = {rank for own in report.restarts[-1]["ranks"].values() for rank in own}
         known = {rank: speed for rank, speed in known.items() if rank in started}
     if known:
-        table = _throughput_table(known, report.outcomes, report.metrics.counted_epochs())
-        console.print(table, soft_wrap=True)
+        parts = [f"node{node_of.get(rank, '?')}/rank{rank} {value:,.0f}" for rank, value in known.items()]
+        counted = report.metrics.counted_epochs()
+        which = f"{'epoch' if len(counted) == 1 else 'epochs'} {spans(counted)}"
+        text = Text("throughput: ")
+        text.append(", ".join(parts) if len(parts) <= 8 else f"{len(parts)} ranks")
+        text.append(f" seeds/s; total {sum(known.values()):,.0f} (mean of {which})")
+        console.print(text, soft_wrap=True)
     if report.metrics.profile:
         print_profile(report.metrics.profile, console, ended=True)
-    if devices := device_line(device_uses(report.metrics.epochs()), _nodes_of(report.outcomes)):
+    if devices := device_line(device_uses(report.metrics.epochs()), node_of):
         console.print(Text(devices), soft_wrap=True)
+
+    # What came out.
     result = report.metrics.result
     if why := result.get("ended_early"):
         console.print(Text(f"ended early after epoch {result.get('epochs')}: {why}"), soft_wrap=True)
@@ -240,7 +238,12 @@ def _print_done(report: RunReport, console: Console) -> None:
             if beside:
                 text.append(f"  baseline {beside}", "yellow" if worse else "not bold")
             console.print(text, soft_wrap=True)
-    for line in _output_lines(report.folder):
+    top = report.folder / "output"
+    files = sorted(path for path in top.rglob("*") if path.is_file()) if top.is_dir() else []
+    lines = [f"output: {count(len(files), 'file')} in {top}"] if files else []
+    lines += [f"  {path.relative_to(top)}  {decimal(path.stat().st_size)}" for path in files[:_SHOWN]]
+    lines += [f"  and {len(files) - _SHOWN:,} more"] if len(files) > _SHOWN else []
+    for line in lines:
         console.print(Text(line), soft_wrap=True)
 
 
@@ -282,19 +285,6 @@ def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float | None]) -> tupl
     seconds = line.get("seconds")
     loss, score = ("–" if value is None else score_text(value) for value in (line.get("loss"), val.get(line["epoch"])))
     return str(line["epoch"]), "–" if seconds is None else f"{seconds:.2f}", loss, score
-
-
-def _nodes_of(outcomes: Iterable[Outcome]) -> dict[int, int]:
-    return {outcome.rank: outcome.node_rank for outcome in outcomes if outcome.rank is not None}
-
-
-def _throughput_table(throughput: Mapping[int, float], outcomes: Iterable[Outcome], epochs: Sequence[int]) -> Text:
-    node_of = _nodes_of(outcomes)
-    text = Text("throughput: ")
-    parts = [f"node{node_of.get(rank, '?')}/rank{rank} {value:,.0f}" for rank, value in throughput.items()]
-    text.append(", ".join(parts) if len(parts) <= 8 else f"{len(parts)} ranks")
-    which = f"{'epoch' if len(epochs) == 1 else 'epochs'} {spans(epochs)}"
-    return text.append(f" seeds/s; total {sum(throughput.values()):,.0f} (mean of {which})")
 
 
 def _print_failure(report: RunReport, console: Console) -> None:

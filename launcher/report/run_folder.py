@@ -181,7 +181,13 @@ def read_folder(folder: Path) -> FoundRun:
     """Read a run folder. Raises FleetError if a file in it is damaged."""
     launch = LaunchFile.read(folder)
     run_id = launch.run_id if launch else folder.name
-    return FoundRun(run_id, folder, launch, read_plan(folder), _read_config_of(folder), read_result(folder))
+    plan, config, path = read_plan(folder), None, folder / "config.yml"
+    if path.is_file():
+        try:
+            config = resolve_saved(load_config(path, ("run.files=[]",)))  # the files may be gone
+        except ConfigError as error:
+            raise FleetError(f"the config that run {folder.name} used cannot be read:\n{error}") from None
+    return FoundRun(run_id, folder, launch, plan, config, read_result(folder))
 
 
 def read_plan(folder: Path) -> LaunchPlan | None:
@@ -208,20 +214,6 @@ def read_result(folder: Path) -> dict[str, Any] | None:
             f"{folder / 'result.json'} is damaged ({error}); delete it, then `gnnfleet collect {folder.name}`"
             " writes a new one"
         ) from None
-
-
-def _read_config_of(folder: Path) -> ResolvedConfig | None:
-    """Read the config of a run from its folder; None if it has none. Ignores ``run.files``: the files may be gone.
-
-    Raises FleetError if the config is invalid.
-    """
-    path = folder / "config.yml"
-    if not path.is_file():
-        return None
-    try:
-        return resolve_saved(load_config(path, ("run.files=[]",)))
-    except ConfigError as error:
-        raise FleetError(f"the config that run {folder.name} used cannot be read:\n{error}") from None
 
 
 def given_folder(folder: Path) -> Path:

@@ -172,10 +172,13 @@ def history(runs_dirs: Sequence[Path], limit: int | None = None) -> list[Entry]:
 def entry_of(folder: Path) -> Entry:
     """Read the entry of a run from its folder; the state of a damaged folder is ``damaged``."""
     try:
-        launch, result, size = LaunchFile.read(folder), read_result(folder), _size(folder)
+        launch, result, plan = LaunchFile.read(folder), read_result(folder), read_plan(folder)
     except (FleetError, OSError) as error:
         return Entry(folder.name, str(folder), began(folder), "", "", "damaged", None, "", None, str(error), None)
-    state, why = _state(launch, result, has_plan=bool(size))
+    size = count(len(plan.nodes), "node") if plan else ""
+    if plan:
+        size += " serving" if plan.serve_only else f" × {count(plan.world_size, 'rank')}"
+    state, why = _state(launch, result, has_plan=plan is not None)
     metrics = (result or {}).get("metrics", {})
     metric = metric_of([metrics])
     return Entry(
@@ -201,19 +204,17 @@ def to_json(entries: Sequence[Entry]) -> str:
 
 
 def rendered(entries: Sequence[Entry]) -> FittedTable:
-    rows = [_row(entry) for entry in entries]
-    if not any(entry.trackers for entry in entries):
-        return FittedTable(_COLUMNS, rows)
-    tracked = (", ".join(f"{run['tracker']} {run['id']}" for run in entry.trackers) for entry in entries)
-    return FittedTable((*_COLUMNS, _TRACKERS), [(*row, text) for row, text in zip(rows, tracked, strict=True)])
-
-
-def _row(entry: Entry) -> tuple[Text | str, ...]:
-    took = seconds_words(entry.seconds) if entry.seconds is not None else "–"
-    state = Text(entry.state, "yellow" if entry.nan and entry.state == "done" else _STYLES.get(entry.state, "bold"))
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.when))
-    config = f"from {entry.resumed_from}" if entry.resumed_from else Path(entry.config).name or "–"
-    return when, entry.run_id, config, entry.size or "–", state, took, Text(" ".join(entry.why.split()))
+    tracked = any(entry.trackers for entry in entries)
+    rows: list[tuple[Text | str, ...]] = []
+    for entry in entries:
+        took = seconds_words(entry.seconds) if entry.seconds is not None else "–"
+        state = Text(entry.state, "yellow" if entry.nan and entry.state == "done" else _STYLES.get(entry.state, "bold"))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.when))
+        config = f"from {entry.resumed_from}" if entry.resumed_from else Path(entry.config).name or "–"
+        why = Text(" ".join(entry.why.split()))
+        trackers = (", ".join(f"{run['tracker']} {run['id']}" for run in entry.trackers),) if tracked else ()
+        rows.append((when, entry.run_id, config, entry.size or "–", state, took, why, *trackers))
+    return FittedTable((*_COLUMNS, _TRACKERS) if tracked else _COLUMNS, rows)
 
 
 def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan: bool) -> tuple[str, str]:
@@ -229,11 +230,3 @@ def _state(launch: LaunchFile | None, result: dict[str, Any] | None, *, has_plan
         return "never started", f"its {ended}"
     why = "detached" if launch.detached else "its launcher has ended"
     return "open", f"{why}; see gnnfleet status {launch.run_id}"
-
-
-def _size(folder: Path) -> str:
-    plan = read_plan(folder)
-    if plan is None:
-        return ""
-    nodes = count(len(plan.nodes), "node")
-    return f"{nodes} serving" if plan.serve_only else f"{nodes} × {count(plan.world_size, 'rank')}"

@@ -168,14 +168,20 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], u
     broken = not plan.serve_only and any(
         view.reached and view.word in ("failed", "lost") for view in everyone if view.node.node_rank not in spare
     )
-    state: State = "stopping" if broken or any(view.word == "stopping" for view in alive) else "running"
+    words = {view.word for view in alive}
+    state: State = "stopping" if broken or "stopping" in words else "running"
     line = {view.node.node_rank: view.state for view in alive if view.state is not None}
     if state == "stopping":
         verb = "is failing" if broken else "is stopping"
-    elif any(view.word == "queued" for view in alive):
+    elif "queued" in words:
         state, verb = "waiting", f"is {waiting_words(line)}" if waiting_words(line) else "waits for its nodes"
+    elif "deciding" in words:
+        verb = "prepares a restart"
+    elif "training" in words:
+        verb = f"has trained no step for {idle:.0f} s" if (idle := idle_of(alive)) else "trains"
     else:
-        verb = _what_it_does(alive)
+        trains = any(view.node.ranks for view in alive)
+        verb = "serves" if not trains and words <= {"serving", "restarting"} else "is starting"
     where = progress_words(found, alive)
     verb += f" after {attempt.words}" if attempt.words else ""
     size = _size(plan)
@@ -348,17 +354,6 @@ def _last_attempt(found: FoundRun, views: Sequence[NodeView]) -> LastAttempt:
 def _size(plan: LaunchPlan) -> str:
     nodes = count(len(plan.nodes), "node")
     return nodes if plan.serve_only else f"{nodes}, {count(plan.world_size, 'rank')}"
-
-
-def _what_it_does(alive: Sequence[NodeView]) -> str:
-    words = {view.word for view in alive}
-    if "deciding" in words:
-        return "prepares a restart"
-    if "training" in words:
-        idle = idle_of(alive)
-        return f"has trained no step for {idle:.0f} s" if idle else "trains"
-    trainers = [view for view in alive if view.node.ranks]
-    return "serves" if not trainers and words <= {"serving", "restarting"} else "is starting"
 
 
 def result_words(result: Mapping[str, Any]) -> str:

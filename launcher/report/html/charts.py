@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.filesize import decimal
+
 from launcher.report.html.page import Chart
 from launcher.report.html.record import RunRecord
 from launcher.report.metrics import Point, number
@@ -94,25 +96,22 @@ def speed_chart(record: RunRecord) -> Chart | None:
         data = [
             _line(rank_name(rank, record.node_of.get(rank)), points, marks=True) for rank, points in by_rank.items()
         ]
+        seeds_axis = {"title": {"text": "seeds/s"}, "rangemode": "tozero"}
         if not any(len(points) > 1 for points in by_rank.values()):
-            return _seconds_speed(record) or _chart("speed", title, data, {"xaxis": axis, "yaxis": _seeds_axis()})
-        return _chart("speed", title, data, {"xaxis": axis, "yaxis": _seeds_axis()})
+            # A run with one epoch: by time since the launch.
+            by_time = [
+                _line(rank_name(rank, record.node_of.get(rank)), [(t - record.started, value) for t, value in points])
+                for rank, points in list(record.metrics.series.speed.items())[:_SINGLE]
+            ]
+            time_axis = {"title": {"text": "seconds since the launch"}}
+            if chart := _chart("speed", title, by_time, {"xaxis": time_axis, "yaxis": seeds_axis}):
+                return chart
+        return _chart("speed", title, data, {"xaxis": axis, "yaxis": seeds_axis})
     epochs = sorted({x for points in by_rank.values() for x, _ in points})
     z = [[dict(points).get(epoch) for epoch in epochs] for points in by_rank.values()]
     names = [rank_name(rank, record.node_of.get(rank)) for rank in by_rank]
     bar = {"title": {"text": "seeds/s"}}
     return Chart("speed", title, [_heat(epochs, names, z, bar)], {"xaxis": axis}, _height(len(names)))
-
-
-def _seconds_speed(record: RunRecord) -> Chart | None:
-    # A run with one epoch: by time since the launch.
-    start = record.started
-    data = [
-        _line(rank_name(rank, record.node_of.get(rank)), [(t - start, value) for t, value in points])
-        for rank, points in list(record.metrics.series.speed.items())[:_SINGLE]
-    ]
-    axis = {"title": {"text": "seconds since the launch"}}
-    return _chart("speed", "Throughput of each rank", data, {"xaxis": axis, "yaxis": _seeds_axis()})
 
 
 def spent_chart(profile: Profile) -> Chart:
@@ -147,7 +146,10 @@ def pair_chart(
 
     z: rows of values. unit: unit of the values; with ``share``, fractions are shown as percentages.
     """
-    texts = [["" if value is None else _short(value, unit) for value in row] for row in z]
+    percent = unit == "share"
+    texts = [
+        ["" if value is None else f"{value:.0%}" if percent else decimal(round(value)) for value in row] for row in z
+    ]
     heat = {
         **_heat(of, to, z, {"title": {"text": unit}, "tickformat": ".0%" if unit == "share" else ".2s"}),
         "text": texts,
@@ -206,10 +208,6 @@ def _resume_mark(record: RunRecord) -> dict[str, Any]:
     return {"shapes": [line], "annotations": [note]}
 
 
-def _seeds_axis() -> dict[str, Any]:
-    return {"title": {"text": "seeds/s"}, "rangemode": "tozero"}
-
-
 def _chart(key: str, title: str, data: Sequence[_Trace], layout: Mapping[str, Any]) -> Chart | None:
     drawn = [trace for trace in data if len(trace["x"])]
     return Chart(key, title, drawn, layout) if drawn else None
@@ -242,12 +240,6 @@ def _heat(
         "colorbar": {"thickness": 10, **bar},
         **scale,
     }
-
-
-def _short(value: float, unit: str) -> str:
-    from rich.filesize import decimal
-
-    return f"{value:.0%}" if unit == "share" else decimal(round(value))
 
 
 def _height(rows: int) -> int:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,49 +99,35 @@ def _read(found: FoundRun, metrics: Metrics, folder: Path, runs_dirs: Sequence[P
     if (folder / "events.jsonl").is_file():
         with (folder / "events.jsonl").open("rb") as lines:
             events = sorted(records(EVENT, lines), key=lambda event: float(event["t"]))
-    return RunRecord(
-        found,
-        metrics,
-        tuple(events),
-        outcomes,
-        first,
-        _last_lines(folder / first.log_name) if first else (),
-        _manifest(found),
-        _earlier(found, [folder.parent, *runs_dirs], ancestors),
-    )
 
+    # The last lines of the log of the first failure.
+    log: tuple[str, ...] = ()
+    if first and (path := folder / first.log_name).is_file():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+            text = file.read().decode("utf-8", "replace")
+        log = tuple(deque(text.splitlines(), _LOG_LINES))
 
-def _earlier(found: FoundRun, runs_dirs: Sequence[Path], ancestors: int) -> tuple[RunRecord, ...]:
-    before = found.launch.resumed_from if found.launch else None
-    folder = known_here(before, runs_dirs) if before and ancestors else None
-    if folder is None or folder == found.folder:
-        return ()
-    try:
-        record = _read(read_folder(folder), read_metrics(metrics_files(folder)), folder, runs_dirs, ancestors - 1)
-    except FleetError:  # a damaged earlier run must not prevent the report of this one
-        return ()
-    return (*record.earlier, record)
+    # The manifest of the parts; the partition folder on this machine may no longer have the one that was sent.
+    manifest = None
+    if found.plan is not None and found.config is not None and found.plan.manifest:
+        source = Path(found.config.data.folder).expanduser() / "manifest.json"
+        data = source.read_bytes() if source.is_file() else b""
+        if hashlib.sha256(data).hexdigest() == found.plan.manifest:
+            manifest = dict(json.loads(data))
+
+    # The runs that it resumed.
+    earlier: tuple[RunRecord, ...] = ()
+    runs_dirs, resumed = [folder.parent, *runs_dirs], found.launch.resumed_from if found.launch else None
+    before = known_here(resumed, runs_dirs) if resumed and ancestors else None
+    if before is not None and before != found.folder:
+        with suppress(FleetError):  # a damaged earlier run must not prevent the report of this one
+            record = _read(read_folder(before), read_metrics(metrics_files(before)), before, runs_dirs, ancestors - 1)
+            earlier = (*record.earlier, record)
+    return RunRecord(found, metrics, tuple(events), outcomes, first, log, manifest, earlier)
 
 
 def _outcome(values: Any) -> Outcome | None:
     """Convert an outcome from result.json; None if it is invalid or from another version."""
     known = checked(OUTCOME, values)
     return None if known is None else Outcome.from_record(known, str(known.get("host", "")))
-
-
-def _last_lines(path: Path) -> tuple[str, ...]:
-    if not path.is_file():
-        return ()
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-        text = file.read().decode("utf-8", "replace")
-    return tuple(deque(text.splitlines(), _LOG_LINES))
-
-
-def _manifest(found: FoundRun) -> Mapping[str, Any] | None:
-    # The partition folder on this machine may no longer have the manifest that was sent.
-    if found.plan is None or found.config is None or not found.plan.manifest:
-        return None
-    source = Path(found.config.data.folder).expanduser() / "manifest.json"
-    data = source.read_bytes() if source.is_file() else b""
-    return dict(json.loads(data)) if hashlib.sha256(data).hexdigest() == found.plan.manifest else None

@@ -53,32 +53,14 @@ def _traffic_blocks(record: RunRecord) -> Iterator[Block]:
         of = [f"{plan.serving}/node{j}" if plan.serving else f"node{j}" for j in asked]
         sent = [[pairs[i, j]["remote_bytes"] if (i, j) in pairs else None for j in asked] for i in asking]
         yield pair_chart("bytes", "Bytes from other nodes, all epochs", to, of, sent, "bytes")
-        hits = [[_hits(pairs.get((i, j))) for j in asked] for i in asking]
-        if any(value is not None for row in hits for value in row):
+        shares = {
+            pair: (sums["cached_rows"] + sums["held_rows"]) / sums["remote_rows"]
+            for pair, sums in pairs.items()
+            if sums["remote_rows"]
+        }
+        if shares:
+            hits = [[shares.get((i, j)) for j in asked] for i in asking]
             yield pair_chart("hits", "Share of remote rows that were cached or held, all epochs", to, of, hits, "share")
-    yield _by_rank(ranks)
-    if record.metrics.analysis.profile and (predicted := record.metrics.analysis.profile.predicted) is not None:
-        yield Words((f"Predicted before the first epoch: {decimal(round(predicted))} per epoch.",))
-
-
-def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
-    """Return remote rows and bytes by (requesting node, answering node), summed over ranks and epochs."""
-    found: dict[tuple[int, int], dict[str, float]] = {}
-    for rank in ranks:
-        for host, values in rank.by_host.items() if rank.node is not None else ():
-            sums = found.setdefault((rank.node or 0, host), {})
-            for name, value in values.items():
-                sums[name] = sums.get(name, 0.0) + value
-    return found
-
-
-def _hits(pair: Mapping[str, float] | None) -> float | None:
-    if pair is None or not pair["remote_rows"]:
-        return None
-    return (pair["cached_rows"] + pair["held_rows"]) / pair["remote_rows"]
-
-
-def _by_rank(ranks: Iterable[RankTraffic]) -> Table:
     rows = tuple(
         (
             rank.name,
@@ -93,7 +75,20 @@ def _by_rank(ranks: Iterable[RankTraffic]) -> Table:
         for rank in ranks
     )
     columns = ("rank", "#bytes received", "#remote rows", "#of these cached", "#of these held", "#of these requested")
-    return Table(columns, rows, "All epochs")
+    yield Table(columns, rows, "All epochs")
+    if record.metrics.analysis.profile and (predicted := record.metrics.analysis.profile.predicted) is not None:
+        yield Words((f"Predicted before the first epoch: {decimal(round(predicted))} per epoch.",))
+
+
+def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
+    """Return remote rows and bytes by (requesting node, answering node), summed over ranks and epochs."""
+    found: dict[tuple[int, int], dict[str, float]] = {}
+    for rank in ranks:
+        for host, values in rank.by_host.items() if rank.node is not None else ():
+            sums = found.setdefault((rank.node or 0, host), {})
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + value
+    return found
 
 
 def _share(part: float, whole: float) -> str:
@@ -212,20 +207,18 @@ def _training(record: RunRecord) -> Iterator[Block]:
     drawn = list(all_of([loss_chart(record), metric_chart(record), speed_chart(record)]))
     yield from drawn
     if not record.metrics.series.epochs and record.state != "running":
-        yield Words((_no_epochs(record, bool(drawn)),))
-
-
-def _no_epochs(record: RunRecord, drawn: bool) -> str:
-    if not record.found.own:
-        return "No epoch was finished: the curves show single steps." if drawn else (
-            "No epoch was finished, so there are no curves."
-        )  # fmt: skip
-    if drawn:
-        return (
-            "The script logs steps but no epochs: a point is the mean over ranks of their latest logged steps, at most "
-            "one per second and rank. StepLog.epoch(epoch, loss, val=accuracy) adds epochs and accuracies."
-        )
-    return "The script logs neither steps nor epochs (see gnnfleet.StepLog), so there are no curves."
+        if not record.found.own:
+            what = ": the curves show single steps." if drawn else ", so there are no curves."
+            yield Words((f"No epoch was finished{what}",))
+        elif drawn:
+            text = (
+                "The script logs steps but no epochs: a point is the mean over ranks of their latest logged steps, at "
+                "most one per second and rank. StepLog.epoch(epoch, loss, val=accuracy) adds epochs and accuracies."
+            )
+            yield Words((text,))
+        else:
+            text = "The script logs neither steps nor epochs (see gnnfleet.StepLog), so there are no curves."
+            yield Words((text,))
 
 
 def _time(record: RunRecord) -> Iterator[Block]:
@@ -236,11 +229,8 @@ def _time(record: RunRecord) -> Iterator[Block]:
     so_far = "" if profile.whole or record.state != "running" else " so far"
     yield spent_chart(profile)
     yield Words((f"Means over {epochs}{so_far}.",))
-    yield from _devices(record)
 
-
-def _devices(record: RunRecord) -> Iterator[Block]:
-    """Yield a table of how ranks use their GPUs, if any rank has one."""
+    # How ranks use their GPUs.
     uses, node_of = device_uses(record.metrics.series.epochs), record.node_of
     if not uses:
         return
@@ -259,37 +249,28 @@ def _parts(record: RunRecord) -> Iterator[Block]:
             yield Words((f"{count(plan.num_parts, 'part')}; the partition folder is not on this machine.",))
         return
     try:
-        yield from _described(manifest)
+        parts = int(manifest["num_parts"])
+        nodes, edges, size = [0] * parts, [0] * parts, [0] * parts
+        for total, kinds in ((nodes, manifest["nodes"]), (edges, manifest["edges"])):
+            for kind in kinds.values():
+                for p in range(parts):
+                    total[p] += int(kind["offsets"][p + 1]) - int(kind["offsets"][p])
+        for file in manifest["files"]:
+            top = str(file["path"]).partition("/")[0]
+            if top.startswith("part"):
+                size[int(top[4:])] += int(file["bytes"])
+        rows = tuple((str(p), f"{nodes[p]:,}", f"{edges[p]:,}", decimal(size[p])) for p in range(parts))
+        cut, balance = float(manifest["edge_cut"]), float(manifest["balance"])
+        by = f"{manifest['dataset']}, cut by {manifest['algorithm']}, seed {manifest['seed']}"
+        largest = f"the largest part has {balance:.2f} times the mean number of nodes"
+        yield Words((f"{by}: {cut:.1%} of the edges are between parts; {largest}.",))
+        if parts > 1:
+            names = [f"part {p}" for p in range(parts)]
+            yield bars("part-nodes", "Nodes of each part", names, nodes, "nodes")
+            yield bars("part-edges", "Edges of each part", names, edges, "edges")
+        yield Table(("#part", "#nodes", "#edges", "#on disk"), rows)
     except (KeyError, TypeError, ValueError, IndexError):  # manifest of another version
         yield Words(("The manifest of the parts could not be read.",), "warn")
-
-
-def _described(manifest: Mapping[str, Any]) -> Iterator[Block]:
-    parts = int(manifest["num_parts"])
-    nodes = [_sizes(kind["offsets"]) for kind in manifest["nodes"].values()]
-    edges = [_sizes(kind["offsets"]) for kind in manifest["edges"].values()]
-    size = [0] * parts
-    for file in manifest["files"]:
-        top = str(file["path"]).partition("/")[0]
-        if top.startswith("part"):
-            size[int(top[4:])] += int(file["bytes"])
-    rows = tuple(
-        (str(p), f"{sum(n[p] for n in nodes):,}", f"{sum(e[p] for e in edges):,}", decimal(size[p]))
-        for p in range(parts)
-    )
-    cut, balance = float(manifest["edge_cut"]), float(manifest["balance"])
-    by = f"{manifest['dataset']}, cut by {manifest['algorithm']}, seed {manifest['seed']}"
-    largest = f"the largest part has {balance:.2f} times the mean number of nodes"
-    yield Words((f"{by}: {cut:.1%} of the edges are between parts; {largest}.",))
-    if parts > 1:
-        names = [f"part {p}" for p in range(parts)]
-        yield bars("part-nodes", "Nodes of each part", names, [sum(n[p] for n in nodes) for p in range(parts)], "nodes")
-        yield bars("part-edges", "Edges of each part", names, [sum(e[p] for e in edges) for p in range(parts)], "edges")
-    yield Table(("#part", "#nodes", "#edges", "#on disk"), rows)
-
-
-def _sizes(offsets: list[int]) -> list[int]:
-    return [int(end) - int(begin) for begin, end in zip(offsets, offsets[1:], strict=False)]
 
 
 def _events(record: RunRecord) -> Iterator[Block]:
@@ -297,18 +278,18 @@ def _events(record: RunRecord) -> Iterator[Block]:
     findings = tuple(map(finding_words, record.result.get("findings", ())))
     if findings:
         yield Words(findings, "warn")
-    rows = tuple(_event_row(record, event) for event in record.events[-200:])
-    if rows:
-        text = "\n".join(f"{t:>9}  {where:<14} {what}" for t, where, what in rows)
-        yield Lines(f"last {count(len(rows), 'event')}", text, folded=True)
-
-
-def _event_row(record: RunRecord, event: Mapping[str, Any]) -> tuple[str, str, str]:
-    k, name = event.get("node_rank"), event.get("name")
-    where = "launcher" if k is None else f"node{k}" + (f"/{name}" if name else "")
     known = ("t", "kind", "node_rank", "name", "pid", "pgid", "rank")
-    rest = ", ".join(f"{key}: {value}" for key, value in event.items() if key not in known and value not in (None, ""))
-    return f"+{float(event['t']) - record.started:.1f} s", where, f"{event.get('kind')}{f'  {rest}' if rest else ''}"
+    started, lines = record.started, []
+    for event in record.events[-200:]:
+        k, name = event.get("node_rank"), event.get("name")
+        where = "launcher" if k is None else f"node{k}" + (f"/{name}" if name else "")
+        more = {key: value for key, value in event.items() if key not in known and value not in (None, "")}
+        rest = ", ".join(f"{key}: {value}" for key, value in more.items())
+        what = f"{event.get('kind')}{f'  {rest}' if rest else ''}"
+        t = f"+{float(event['t']) - started:.1f} s"
+        lines.append(f"{t:>9}  {where:<14} {what}")
+    if lines:
+        yield Lines(f"last {count(len(lines), 'event')}", "\n".join(lines), folded=True)
 
 
 def _nodes(record: RunRecord) -> Iterator[Block]:
@@ -344,19 +325,17 @@ def _config(record: RunRecord) -> Iterator[Block]:
         yield Table(("package", *(f"node {nodes}" for nodes, _ in by_nodes)), rows, "Versions")
     path = record.folder / "config.yml"
     if path.is_file():
-        yield Lines("config of the run", _without_env(path.read_text(encoding="utf-8", errors="replace")), folded=True)
+        # Values in ``env`` may be secret, and reports are shared.
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
+        except yaml.YAMLError:
+            text = ""
+        else:
+            text = yaml.safe_dump(_masked(tree), sort_keys=False, allow_unicode=True, width=100)
+        yield Lines("config of the run", text, folded=True)
     if record.result:
         text = json.dumps(record.result.get("metrics") or {}, indent=1)
         yield Lines("figures (result.json)", text, folded=True)
-
-
-def _without_env(text: str) -> str:
-    # Values in ``env`` may be secret, and reports are shared.
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return ""
-    return yaml.safe_dump(_masked(tree), sort_keys=False, allow_unicode=True, width=100)
 
 
 def _masked(tree: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,11 +60,34 @@ def timeline_chart(record: RunRecord) -> Chart | None:
 
     If there are many processes, each node has one row for all of its processes. None if there is nothing to show.
     """
-    spans, marks = [*_stages(record), *_lives(record)], [*_marks(record)]
+    # Stages of the launch; none if the run was collected on another machine.
+    spans = []
+    stages = [event for event in record.events if event.get("kind") == "stage"]
+    times = [_since(record, event) for event in stages]
+    ends = [*times[1:], _end(record)][: len(times)]
+    for event, begin, end in zip(stages, times, ends, strict=True):
+        if event.get("stage") != "end":
+            spans.append(Span("launcher", begin, max(begin, end), "stage", str(event.get("stage"))))
+    spans += _lives(record)
     if not spans:
         return None
-    rows = list(dict.fromkeys(span.row for span in spans)) + [mark.row for mark in marks]
-    rows = list(dict.fromkeys(rows))
+
+    # Events, findings and the first failure.
+    marks = []
+    for event in record.events:
+        kind = str(event.get("kind"))
+        if kind in _MARKS:
+            more = event.get("why") or event.get("reason") or event.get("text") or ""
+            words = _MARKS[kind] + (f": {more}" if more else "")
+            marks.append(Mark(_row(record, event), _since(record, event), words, kind in _BAD))
+    for finding in record.result.get("findings", ()):
+        kind = str(finding.get("kind"))
+        marks.append(Mark(_row(record, finding), _since(record, finding), finding_words(finding), kind in _BAD))
+    if record.first and record.first.ended:
+        row, at = f"node{record.first.node_rank}/{record.first.name}", record.first.ended - record.started
+        marks.append(Mark(row, at, f"first failure: {record.first.sentence}", True))
+
+    rows = list(dict.fromkeys([*(span.row for span in spans), *(mark.row for mark in marks)]))
     data = [_bars(state, [span for span in spans if span.state == state]) for state in _COLOURS]
     data += [_points("event", [mark for mark in marks if not mark.bad], "#e69f00")]
     data += [_points("problem", [mark for mark in marks if mark.bad], "#d55e00")]
@@ -77,21 +100,29 @@ def timeline_chart(record: RunRecord) -> Chart | None:
     return Chart("timeline", "Timeline", [trace for trace in data if trace["y"]], layout, 150 + 24 * len(rows))
 
 
-def _stages(record: RunRecord) -> Iterator[Span]:
-    stages = [event for event in record.events if event.get("kind") == "stage"]
-    times = [_since(record, event) for event in stages]
-    ends = [*times[1:], _end(record)][: len(times)]  # empty if the run was collected on another machine
-    for event, begin, end in zip(stages, times, ends, strict=True):
-        if event.get("stage") != "end":
-            yield Span("launcher", begin, max(begin, end), "stage", str(event.get("stage")))
-
-
 def _lives(record: RunRecord) -> Iterator[Span]:
     """Yield the lifetimes of all processes; if there are many, one per node.
 
     Times are by this machine's clock if the run has ended and did not restart, else by the nodes' clocks.
     """
-    lives = ([] if record.result.get("restarts") else list(_ended(record))) or list(_begun(record))
+    lives = []
+    for outcome in () if record.result.get("restarts") else record.outcomes:
+        if outcome.started and outcome.ended:
+            state = "failed" if outcome.failed and not outcome.stopped else "stopped" if outcome.stopped else "ended"
+            row = f"node{outcome.node_rank}/{outcome.name}"
+            begin, end = outcome.started - record.started, outcome.ended - record.started
+            lives.append(Span(row, begin, end, state, outcome.reason))
+    if not lives:
+        open_spans: dict[str, float] = {}
+        for event in record.events:
+            row = f"node{event.get('node_rank')}/{event.get('name')}"
+            if event.get("kind") == "process-start":
+                open_spans[row] = _since(record, event)
+            elif event.get("kind") == "process-exit" and row in open_spans:
+                state = "failed" if event.get("failed") else "stopped" if event.get("stopped") else "ended"
+                lives.append(Span(row, open_spans.pop(row), _since(record, event), state, state))
+        last = _end(record)
+        lives += [Span(row, begin, max(begin, last), "running", "running") for row, begin in open_spans.items()]
     if len(lives) <= _ROWS:
         yield from sorted(lives, key=lambda span: _order(span.row))
         return
@@ -102,43 +133,6 @@ def _lives(record: RunRecord) -> Iterator[Span]:
         spans = by_node[row]
         worst = next((span for span in spans if span.state == "failed"), spans[0])
         yield Span(row, min(s.begin for s in spans), max(s.end for s in spans), worst.state, worst.words)
-
-
-def _ended(record: RunRecord) -> Iterator[Span]:
-    for outcome in record.outcomes:
-        if outcome.started and outcome.ended:
-            state = "failed" if outcome.failed and not outcome.stopped else "stopped" if outcome.stopped else "ended"
-            row = f"node{outcome.node_rank}/{outcome.name}"
-            begin, end = outcome.started - record.started, outcome.ended - record.started
-            yield Span(row, begin, end, state, outcome.reason)
-
-
-def _begun(record: RunRecord) -> Iterator[Span]:
-    open_spans: dict[str, float] = {}
-    for event in record.events:
-        row = f"node{event.get('node_rank')}/{event.get('name')}"
-        if event.get("kind") == "process-start":
-            open_spans[row] = _since(record, event)
-        elif event.get("kind") == "process-exit" and row in open_spans:
-            state = "failed" if event.get("failed") else "stopped" if event.get("stopped") else "ended"
-            yield Span(row, open_spans.pop(row), _since(record, event), state, state)
-    for row, begin in open_spans.items():
-        yield Span(row, begin, max(begin, _end(record)), "running", "running")
-
-
-def _marks(record: RunRecord) -> Iterator[Mark]:
-    for event in record.events:
-        kind = str(event.get("kind"))
-        if kind in _MARKS:
-            more = event.get("why") or event.get("reason") or event.get("text") or ""
-            words = _MARKS[kind] + (f": {more}" if more else "")
-            yield Mark(_row(record, event), _since(record, event), words, kind in _BAD)
-    for finding in record.result.get("findings", ()):
-        kind = str(finding.get("kind"))
-        yield Mark(_row(record, finding), _since(record, finding), finding_words(finding), kind in _BAD)
-    if record.first and record.first.ended:
-        row = f"node{record.first.node_rank}/{record.first.name}"
-        yield Mark(row, record.first.ended - record.started, f"first failure: {record.first.sentence}", True)
 
 
 def _row(record: RunRecord, event: Mapping[str, Any]) -> str:
@@ -167,8 +161,7 @@ def _order(row: str) -> tuple[int, str, int]:
     return int("".join(filter(str.isdigit, node)) or 0), name.rstrip("0123456789"), int(digits or 0)
 
 
-def _bars(state: str, spans: Iterable[Span]) -> dict[str, Any]:
-    spans = list(spans)
+def _bars(state: str, spans: Sequence[Span]) -> dict[str, Any]:
     return {
         "type": "bar",
         "orientation": "h",
@@ -185,8 +178,7 @@ def _bars(state: str, spans: Iterable[Span]) -> dict[str, Any]:
     }
 
 
-def _points(name: str, marks: Iterable[Mark], colour: str) -> dict[str, Any]:
-    marks = list(marks)
+def _points(name: str, marks: Sequence[Mark], colour: str) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "markers",

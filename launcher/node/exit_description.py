@@ -78,13 +78,6 @@ def looks_like_follow_up(record: Mapping[str, Any]) -> bool:
     return bool(_PEER_WORDS.search(last or "\n".join(record["tail"][0 if record["signal"] else -3 :])))
 
 
-def describe_stop(request: Mapping[str, Any]) -> str:
-    """Describe the content of ``control/stop`` in messages: ``stop requested by alice@laptop (Ctrl-C)``."""
-    if not request.get("by"):
-        return "stop requested by the file control/stop"
-    return f"stop requested by {request['by']}" + (f" ({request['why']})" if request.get("why") else "")
-
-
 def size(count: float) -> str:
     """Return a number of bytes as text, e.g. ``1.5 GB`` (powers of 1000)."""
     unit = "B"

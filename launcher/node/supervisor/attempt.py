@@ -16,7 +16,6 @@ from launcher.node.json_reader import natural, read_json
 from launcher.node.peers.model import Decision
 from launcher.node.regular_file import open_regular
 from launcher.node.spec import NodeSpec
-from launcher.node.supervisor.restart import Standing
 
 #: Files about the ranks and processes of an attempt; moved away before the next attempt writes its own.
 _MOVED = ("outcomes", "procs", "progress-rank*", "server.ready", "cluster.json")
@@ -133,15 +132,6 @@ def first_cluster(run_dir: str) -> dict[str, Any] | None:
     return None
 
 
-def standing_of(first: NodeSpec, stepped: bool, idle: Idle) -> Standing:
-    """Return what this node can contribute to a restart: its newest checkpoint and its parts.
-
-    first: specification for the first attempt. stepped: whether a rank of this node has trained a step in this attempt.
-    ``idle(0.0)`` is called while a large file is read, for the supervisor's heartbeat.
-    """
-    return Standing(newest_checkpoint(first.run_dir, idle), parts_on_disk(first), stepped)
-
-
 def newest_checkpoint(run_dir: str, idle: Idle = lambda seconds: None) -> dict[str, Any] | None:
     """Return this node's newest undamaged checkpoint: {"file", "epoch", "step"}; None if there is none.
 
@@ -197,12 +187,12 @@ def parts_on_disk(first: NodeSpec) -> tuple[int, ...]:
         num_parts = int(manifest["num_parts"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return tuple(sorted(own))
-    damaged = {path.partition("/")[0] for path, size in files if not _has(os.path.join(first.data_dir, path), size)}
+    damaged = set()
+    for path, size in files:
+        try:
+            whole = os.stat(os.path.join(first.data_dir, path)).st_size == size
+        except OSError:
+            whole = False
+        if not whole:
+            damaged.add(path.partition("/")[0])
     return tuple(sorted(own | {part for part in range(num_parts) if f"part{part}" not in damaged}))
-
-
-def _has(path: str, size: int) -> bool:
-    try:
-        return os.stat(path).st_size == size
-    except OSError:
-        return False

@@ -18,7 +18,6 @@ from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Peers
 from launcher.node.spec import NodeSpec
-from launcher.node.supervisor.journal import Journal
 from launcher.node.supervisor.outcomes import OutcomeBook
 
 Finding = dict[str, Any]
@@ -62,6 +61,7 @@ class Health:
         )
         self._detector = StallDetector(spec.stall_after, spec.labels, spec.on_stall == "stop")
         self._next = 0.0
+        self._departed = set(peers.gone)  # nodes that the run continues without, and that are reported
 
     @property
     def ranks(self) -> dict[int, dict[str, Any]]:
@@ -90,6 +90,15 @@ class Health:
         for finding in found:
             self._add(finding)
         return next((finding for finding in found if finding["stop"]), None)
+
+    def look_for_departed(self) -> None:
+        """Record and log a finding for each node that departed since the last call. The run continues without it."""
+        for k, gone in self._peers.gone.items():
+            if k not in self._departed:
+                self._departed.add(k)
+                self._book.journal.event(gone["kind"], lost=int(k), reason=gone["text"])
+                about = {"t": gone["t"], "kind": gone["kind"], "node_rank": int(k), "rank": None}
+                self.findings.append({**about, "text": gone["text"], "stop": False})
 
     def show_stacks(self) -> None:
         """Collect the stacks of this node's ranks; keep the summary of each in ``stacks``, which is sent to the hub."""
@@ -200,22 +209,3 @@ _SERVER = "server"  # the graph server among the stacks of a node, by name
 
 def _key(rank: int) -> str:
     return _SERVER if rank == stacks.SERVER else str(rank)
-
-
-class DepartedNodes:
-    """Reports nodes that the run continues without."""
-
-    def __init__(self, journal: Journal, peers: Peers) -> None:
-        self._journal, self._peers = journal, peers
-        self._reported: set[str] = set(peers.gone)  # reported in an earlier attempt
-
-    def new_findings(self) -> list[dict[str, Any]]:
-        """Log and return a finding for each node that departed since the last call. The run continues without it."""
-        found = []
-        for k, gone in self._peers.gone.items():
-            if k not in self._reported:
-                self._reported.add(k)
-                self._journal.event(gone["kind"], lost=int(k), reason=gone["text"])
-                finding = {"t": gone["t"], "kind": gone["kind"], "node_rank": int(k), "rank": None}
-                found.append({**finding, "text": gone["text"], "stop": False})
-        return found

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from launcher.node.json_reader import read_json
@@ -66,28 +67,6 @@ class LatestWriter:
 
 _STDOUT = 1
 
-
-class _Screen:
-    """Standard output. A write to a terminal never blocks: lines that the terminal does not accept are dropped."""
-
-    def __init__(self) -> None:
-        self._file = _terminal() if os.isatty(_STDOUT) else _STDOUT
-
-    def show(self, line: bytes) -> None:
-        try:
-            os.write(self._file, line)
-        except OSError:  # supervisor.log has the line
-            return
-
-
-def _terminal() -> int:
-    # On the existing descriptor O_NONBLOCK would also affect the shell that uses the same terminal.
-    try:
-        return os.open(os.ttyname(_STDOUT), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    except OSError:  # some containers have no device file for the terminal
-        return _STDOUT
-
-
 _FOLDERS = ("logs", "outcomes", "procs", "control", "checkpoints", "output")
 
 _RESERVE = 1 << 18  # bytes reserved for result.json, in case the disk is full
@@ -106,7 +85,12 @@ class Journal:
         for folder in _FOLDERS:
             os.makedirs(self.path(folder), exist_ok=True)
         self._log = LineLog(self.path("logs", "supervisor.log"))
-        self._screen = _Screen()
+        # Standard output. A write to a terminal must not block; lines that it does not accept are dropped. On the
+        # existing descriptor O_NONBLOCK would also affect the shell that uses the same terminal.
+        self._screen = _STDOUT
+        if os.isatty(_STDOUT):
+            with suppress(OSError):  # some containers have no device file for the terminal
+                self._screen = os.open(os.ttyname(_STDOUT), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)
         self._state = LatestWriter(self.path("state.json"))
         try:
             with open(self.path(".reserve"), "wb") as file:
@@ -168,7 +152,8 @@ class Journal:
         """Write a line to supervisor.log and to the terminal of the tmux session."""
         line = f"{text}\n".encode("utf-8", "replace")
         self._log.feed(line)
-        self._screen.show(line)
+        with suppress(OSError):  # supervisor.log has the line
+            os.write(self._screen, line)
 
     def free_reserve(self) -> None:
         """Delete the file that reserves disk space for the last files of the run."""

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,15 @@ class Notifier(Observer):
             return []
         spec, cause = sight.spec, end.cause
         state = "done" if cause is None else "stopped" if cause["kind"] == "stop" else "failed"
-        result = _result(spec)
+        # The numbers of each split in the result of rank 0's metrics, if this node has them.
+        found: Any = {}
+        with suppress(OSError, ValueError), open_regular(os.path.join(spec.run_dir, "metrics-rank0.jsonl")) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            lines = [line for line in file.read().splitlines() if b'"result"' in line]
+            found = loads(lines[-1].decode()) if lines else {}
+        numbers = found.items() if isinstance(found, dict) else ()
+        own = {name: value for name, value in numbers if name.startswith(_SPLITS) and isinstance(value, float)}
+        result = {name: value for name, value in own.items() if math.isfinite(value)}
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in result.items())
         text = f"{state}: {sentence(cause, spec.labels) if cause else shown}".rstrip(": ")
         more = {"cause": cause, "restarts": spec.generation, "result": result}
@@ -149,17 +158,3 @@ class Notifier(Observer):
                 continue
             self.loop.add(child)
             self._sending.append((event, child))
-
-
-def _result(spec: NodeSpec) -> dict[str, float]:
-    """Return the numbers of each split in the result of rank 0's metrics; {} if this node does not have them."""
-    try:
-        with open_regular(os.path.join(spec.run_dir, "metrics-rank0.jsonl")) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
-            lines = [line for line in file.read().splitlines() if b'"result"' in line]
-        found = loads(lines[-1].decode()) if lines else {}
-    except (OSError, ValueError):
-        return {}
-    numbers = found.items() if isinstance(found, dict) else ()
-    own = {name: value for name, value in numbers if name.startswith(_SPLITS) and isinstance(value, float)}
-    return {name: value for name, value in own.items() if math.isfinite(value)}

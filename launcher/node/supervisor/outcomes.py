@@ -42,44 +42,38 @@ class OutcomeBook:
     def look(self) -> None:
         """Read the files that the rank runners have written since the last call."""
         for rank in self.ranks:
-            self._look_at(rank)
-
-    def _look_at(self, rank: int) -> None:
-        name = f"rank{rank}"
-        if rank not in self.runners:
-            started = record_in(STARTED, self.journal.path(f"procs/{name}.json"))
-            if started is not None:
-                self._started(rank, started)
-        if name in self.outcomes:
-            return
-        runner = self.runners.get(rank, {}).get("runner")
-        gone = runner is not None and not procs.alive(runner["pid"], runner["start_ticks"])
-        # Read only after checking the runner: it writes the outcome before it ends.
-        ended = record_in(OUTCOME, self.journal.path(f"outcomes/{name}.json"))
-        if ended is not None:
-            self.take(ended)
-        elif gone:
-            self.record(self._lost_rank(rank))
+            name = f"rank{rank}"
+            if rank not in self.runners:
+                started = record_in(STARTED, self.journal.path(f"procs/{name}.json"))
+                if started is not None:
+                    self._started(rank, started)
+            if name in self.outcomes:
+                continue
+            runner = self.runners.get(rank, {}).get("runner")
+            gone = runner is not None and not procs.alive(runner["pid"], runner["start_ticks"])
+            # Read only after checking the runner: it writes the outcome before it ends.
+            ended = record_in(OUTCOME, self.journal.path(f"outcomes/{name}.json"))
+            if ended is not None:
+                self.take(ended)
+            elif gone:  # the runner was killed before writing an outcome
+                lost = outcome(
+                    name,
+                    self.node_rank,
+                    rank,
+                    pid=self.runners[rank]["pid"],
+                    returncode=128 + signal.SIGKILL,
+                    signal="SIGKILL",
+                    ended=time.time(),
+                    failed=not self.stopping,
+                    stopped=self.stopping,
+                    note="killed together with its rank runner",
+                )
+                self.record(lost)
 
     def _started(self, rank: int, started: dict[str, Any]) -> None:
         self.runners[rank] = started
         pids = {"pid": started["pid"], "pgid": started["pgid"]}
         self.journal.event("process-start", name=f"rank{rank}", **pids, rank=rank)
-
-    def _lost_rank(self, rank: int) -> dict[str, Any]:
-        # The runner was killed before writing an outcome.
-        return outcome(
-            f"rank{rank}",
-            self.node_rank,
-            rank,
-            pid=self.runners[rank]["pid"],
-            returncode=128 + signal.SIGKILL,
-            signal="SIGKILL",
-            ended=time.time(),
-            failed=not self.stopping,
-            stopped=self.stopping,
-            note="killed together with its rank runner",
-        )
 
     def record(self, record: dict[str, Any]) -> None:
         """Store an outcome that this supervisor has made, and write it to the run folder."""
@@ -166,21 +160,16 @@ def write_or_mail(path: str, record: dict[str, Any], mailbox: int | None) -> Non
     try:
         write_json(path, record)
     except OSError as error:
-        mail = {**_shortened(record), "trouble": why_unwritten(path, error)}
+        mail = {**record, "trouble": why_unwritten(path, error)}
+        for name in ("traceback", "tail"):  # it must fit into one datagram
+            if name in record:
+                mail[name] = [line[:500] for line in record[name][-60:]]
         try:
             with socket.socket(fileno=os.dup(-1 if mailbox is None else mailbox)) as sock:
                 sock.settimeout(_MAIL_TIME)
                 sock.send(json.dumps(mail).encode())
         except OSError as unsent:  # the supervisor has ended
             print(f"rank runner: cannot send the record to the supervisor: {unsent}", flush=True)
-
-
-def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    # A record must fit into one datagram.
-    short: dict[str, Any] = {
-        name: [line[:500] for line in record[name][-60:]] for name in ("traceback", "tail") if name in record
-    }
-    return {**record, **short}
 
 
 class Ended(Exception):

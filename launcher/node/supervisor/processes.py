@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launcher.node import procs
-from launcher.node.child_process import Child, Loop, outcome
+from launcher.node.child_process import Child
 from launcher.node.environment import rank_environments
 from launcher.node.spec import NodeSpec
 from launcher.node.supervisor.outcomes import OutcomeBook
-from launcher.node.supervisor.server_keeper import ServerKeeper
 
 Start = Callable[[str, Mapping[str, Any], str], Child]
 
@@ -100,25 +99,6 @@ def end_processes(
     )
     idle(0.0)  # reaps the last orphans; not every container's init does
     return left
-
-
-def complete_outcomes(
-    children: list[Child], keeper: ServerKeeper, runners: RankRunners, book: OutcomeBook, loop: Loop
-) -> None:
-    """Close the logs, and record the last outcomes of ranks and of the graph server; log how rank runners ended."""
-    for child in children:
-        child.running()
-        loop.forget(child)
-    book.look()
-    if keeper.child is not None and "server" not in book.outcomes:
-        book.record(outcome("server", book.node_rank, None, keeper.child))
-    elif keeper.waiting is not None:
-        book.record(keeper.waiting)
-    for runner in runners.children.values():
-        if runner.name not in book.outcomes:
-            status, signaled = runner.status
-            known = {"name": runner.name, "rank": None, "pid": runner.pid}
-            book.journal.event("process-exit", **known, returncode=status, signal=signaled)
 
 
 def _wait(ended: Callable[[], bool], seconds: float, idle: Idle) -> None:

@@ -52,12 +52,23 @@ class _RankRunner:
         """Start the rank and wait until it and its descendants have ended; return the rank's exit status."""
         for folder in ("logs", "outcomes", "procs"):
             os.makedirs(os.path.join(self.run_dir, folder), exist_ok=True)
-        if not self._server_ready():
-            return 128 + signal.SIGTERM
+        # No timeout: the supervisor stops the rank when the graph server takes too long.
+        while self.ready_file and not os.path.exists(self.ready_file):
+            if self.loop.signals or _supervisor_gone(self.environment):
+                return 128 + signal.SIGTERM
+            self.loop.poll(_GLANCE)
+
+        # Start the command, and wait until it has ended; kill it after the grace once it is to stop.
         oom = OomWatch()
         started = time.time()
+        environment = {**self.environment, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+        environment.setdefault("NODE_RANK", str(self.node_rank))
         try:
-            child = self._start()
+            child = Child(self.name, self.argv, self._path("logs", "log"), env=environment)
+            self.loop.add(child)
+            me = procs.look(os.getpid())
+            runner = {"pid": os.getpid(), "start_ticks": me.start_ticks if me else 0}
+            self._write("procs", {**child.record(), "rank": self.rank, "runner": runner})
         except OSError as error:
             text = f"cannot start {self.argv[0]}: {error.strerror}"
             print(text, file=sys.stderr)
@@ -77,31 +88,8 @@ class _RankRunner:
                 procs.send_group(child.pid, signal.SIGKILL)
             oom.look()
         child.pump()
-        status = self._report(child, oom)
-        procs.end(lambda: _left_of(child), self.grace, lambda: self.loop.poll(0.05))
-        self.loop.poll(0)  # reaps the last orphans; not every container's init does
-        child.close()
-        return status
 
-    def _server_ready(self) -> bool:
-        # No timeout: the supervisor stops the rank when the graph server takes too long.
-        while self.ready_file and not os.path.exists(self.ready_file):
-            if self.loop.signals or _supervisor_gone(self.environment):
-                return False
-            self.loop.poll(_GLANCE)
-        return True
-
-    def _start(self) -> Child:
-        environment = {**self.environment, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
-        environment.setdefault("NODE_RANK", str(self.node_rank))
-        child = Child(self.name, self.argv, self._path("logs", "log"), env=environment)
-        self.loop.add(child)
-        me = procs.look(os.getpid())
-        runner = {"pid": os.getpid(), "start_ticks": me.start_ticks if me else 0}
-        self._write("procs", {**child.record(), "rank": self.rank, "runner": runner})
-        return child
-
-    def _report(self, child: Child, watch: OomWatch) -> int:
+        # Write the outcome, then end what the rank has left behind.
         status, signaled = child.status
         assert status is not None
         more: dict[str, Any] = {
@@ -109,14 +97,17 @@ class _RankRunner:
             "max_rss": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
             "note": child.log.crash.innermost if signaled else "",
         }
-        error = record_in(ERROR, os.path.join(self.run_dir, "procs", f"error-{self.name}.json"))
-        if error is not None and not signaled:
-            more |= {"follow_up": error["follow_up"], "note": error["message"]}
+        own = record_in(ERROR, os.path.join(self.run_dir, "procs", f"error-{self.name}.json"))
+        if own is not None and not signaled:
+            more |= {"follow_up": own["follow_up"], "note": own["message"]}
         if signaled == "SIGKILL" and not child.stop_sent:
-            more |= watch.outcome_fields(child.pid)
+            more |= oom.outcome_fields(child.pid)
         if signaled and child.log.crash.innermost:  # without Python frames, an earlier traceback says more
             more["traceback"] = child.log.crash.lines
         self._write("outcomes", outcome(self.name, self.node_rank, self.rank, child, **more))
+        procs.end(lambda: _left_of(child), self.grace, lambda: self.loop.poll(0.05))
+        self.loop.poll(0)  # reaps the last orphans; not every container's init does
+        child.close()
         return status
 
     def _write(self, folder: str, record: dict[str, Any]) -> None:

@@ -84,14 +84,41 @@ class _Rendezvous:
             return None
         if standing is None:
             return None
-        if isinstance(peers, Hub):
-            return self._as_hub(peers, standing)
-        assert self._cause is not None
-        own = {self._spec.node_rank: standing}
-        end = AttemptEnd(self._spec, self._first, own, self._cause, {}, stop=self.stop)
-        return {**decide(end, time.time()), **self._history}
+        if not isinstance(peers, Hub):
+            assert self._cause is not None
+            own = {self._spec.node_rank: standing}
+            end = AttemptEnd(self._spec, self._first, own, self._cause, {}, stop=self.stop)
+            return {**decide(end, time.time()), **self._history}
 
-    # With another node as the hub.
+        # As the hub, wait for the members, but not for ever.
+        limit = self._spec.grace + self._spec.peer_timeout + _ENDING
+        states = {peers.members[k].state for k in peers.awaited()}
+        if states and time.monotonic() - self._began < (limit + _READING if "deciding" in states else limit):
+            return None
+        members = peers.members.values()
+        staying = [one for one in members if not (one.lost or one.final or one.away or one.left)]
+        standings = {one.node_rank: Standing.of(one.standing) for one in staying if one.standing}
+        guests = {k: Standing.of(one.standing) for k, one in peers.guests.items() if one.standing}
+        why = {int(k): str(lost["why"]) for k, lost in peers.lost.items()}
+        cause = peers.cause or self._cause
+        assert cause is not None
+        end = AttemptEnd(
+            self._spec,
+            self._first,
+            {**guests, **standings, self._spec.node_rank: standing},
+            cause,
+            {one.node_rank: why.get(one.node_rank, "") for one in members if one.lost},
+            ended={one.node_rank for one in members if one.final},
+            given_up={*map(int, peers.gone)},
+            # After a pause of this hub, a closed connection may also mean that the member has found another hub.
+            away={one.node_rank for one in members if one.away or (one.lost and peers.suspended)},
+            stop=self.stop or peers.stop_asked,
+        )
+        decision = {**decide(end, time.time()), **self._history}
+        if self.trouble:
+            decision = {**decision, "restart": False, "why": self.trouble}
+        peers.decide(decision)
+        return decision
 
     def _replace_hub(self, peers: Member) -> None:
         """Connect to the remaining node with the lowest node_rank as the new hub; if that is this node, become the hub.
@@ -125,40 +152,6 @@ class _Rendezvous:
             own = meeting.hub_node
             self.trouble = f"cannot listen at {own.bind} port {own.control_port}: {error.strerror}"
         self.peers = made
-
-    # With this node as the hub.
-
-    def _as_hub(self, peers: Hub, standing: Standing) -> Decision | None:
-        limit = self._spec.grace + self._spec.peer_timeout + _ENDING
-        states = {peers.members[k].state for k in peers.awaited()}
-        if states and time.monotonic() - self._began < (limit + _READING if "deciding" in states else limit):
-            return None
-        decision = {**decide(self._end(peers, standing), time.time()), **self._history}
-        if self.trouble:
-            decision = {**decision, "restart": False, "why": self.trouble}
-        peers.decide(decision)
-        return decision
-
-    def _end(self, peers: Hub, own: Standing) -> AttemptEnd:
-        members = peers.members.values()
-        staying = [one for one in members if not (one.lost or one.final or one.away or one.left)]
-        standings = {one.node_rank: Standing.of(one.standing) for one in staying if one.standing}
-        guests = {k: Standing.of(one.standing) for k, one in peers.guests.items() if one.standing}
-        why = {int(k): str(lost["why"]) for k, lost in peers.lost.items()}
-        cause = peers.cause or self._cause
-        assert cause is not None
-        return AttemptEnd(
-            self._spec,
-            self._first,
-            {**guests, **standings, self._spec.node_rank: own},
-            cause,
-            {one.node_rank: why.get(one.node_rank, "") for one in members if one.lost},
-            ended={one.node_rank for one in members if one.final},
-            given_up={*map(int, peers.gone)},
-            # After a pause of this hub, a closed connection may also mean that the member has found another hub.
-            away={one.node_rank for one in members if one.away or (one.lost and peers.suspended)},
-            stop=self.stop or peers.stop_asked,
-        )
 
 
 class Guest:
@@ -227,7 +220,13 @@ class Restarts:
         self.lost = {}
         cause = own or peers.cause
         if spec.restarts and cause is not None and cause["kind"] != "stop":
-            history = {"records": _shortened(self.records), "gone": self._gone | peers.gone}
+            # Of the earlier restarts, the newest, with shortened texts; older ones also without nodes and ranks.
+            records = []
+            for age, one in enumerate(reversed(self.records[-_RECORDS:])):
+                texts = {name: one[name] for name in ("text", "reason")}
+                cut = {name: text if len(text) <= _WORDS else f"{text[:_WORDS]}…" for name, text in texts.items()}
+                records.append({**one, **cut} if age < _WHOLE else {**one, **cut, "nodes": [], "ranks": {}})
+            history = {"records": records[::-1], "gone": self._gone | peers.gone}
             self.rendezvous = _Rendezvous(spec, self._first, self._loop, peers, own, history)
 
     def look(self, peers: Peers) -> Peers:
@@ -309,13 +308,3 @@ class Restarts:
 def _gone(k: int, restart: dict[str, Any]) -> dict[str, Any]:
     why = restart["reason"] if restart["cause_node"] == k else "it did not take part in a restart"
     return {"since": restart["t"], "t": restart["t"], "why": why, "how": "lost", "kind": "node-lost", "text": why}
-
-
-def _shortened(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of earlier restarts for a decision, oldest first."""
-    found = []
-    for age, one in enumerate(reversed(records[-_RECORDS:])):
-        texts = {name: one[name] for name in ("text", "reason")}
-        cut = {name: text if len(text) <= _WORDS else f"{text[:_WORDS]}…" for name, text in texts.items()}
-        found.append({**one, **cut} if age < _WHOLE else {**one, **cut, "nodes": [], "ranks": {}})
-    return found[::-1]

@@ -87,8 +87,7 @@ def decide(end: AttemptEnd, now: float) -> Decision:
     spec = end.spec
     head = {"generation": spec.generation + 1, "lead": spec.node_rank, "leave": False, "t": now}
     try:
-        _check_cause(end)
-        nodes = _check_nodes(end)
+        nodes = _check(end)
         parts = _parts(end, nodes)
     except _NoRestart as error:
         # Servers that were cut off: the others do not even need a restart.
@@ -96,12 +95,16 @@ def decide(end: AttemptEnd, now: float) -> Decision:
         return {**head, "restart": False, "why": str(error), "left": error.left or spared}
     training = [k for k in nodes if end.first.nodes[k].role in _TRAIN]
     first = max(training, key=lambda k: (end.standings[k].place, -k))
+    ranks: dict[str, list[int]] = {}
+    for k in [first, *(k for k in training if k != first)]:
+        begin = sum(map(len, ranks.values()))
+        ranks[str(k)] = list(range(begin, begin + len(end.first.nodes[k].ranks)))
     return {
         **head,
         "restart": True,
         "nodes": nodes,
         "first": first,
-        "ranks": _ranks(end.first, [first, *(k for k in training if k != first)]),
+        "ranks": ranks,
         "parts": {str(k): list(parts.get(k, ())) for k in nodes},
         "checkpoint": end.standings[first].checkpoint,
         "cause": end.cause,
@@ -146,22 +149,18 @@ def _is_stop(end: AttemptEnd) -> bool:
     return end.stop or end.cause["kind"] == "stop"
 
 
-def _check_cause(end: AttemptEnd) -> None:
-    spec = end.spec
+def _check(end: AttemptEnd) -> list[int]:
+    """Return the nodes of the next attempt. Raises _NoRestart."""
+    spec, nodes = end.spec, sorted(end.standings)
     if _is_stop(end):
         raise _NoRestart("")
     if end.cause["kind"] == "nan":
         raise _NoRestart("the loss would become NaN or infinite again")
     if spec.generation >= spec.restarts:
         raise _NoRestart(f"the limit of run.restarts ({spec.restarts}) is reached")
-    left = {*end.lost, *end.ended}
-    if not left and not any(one.stepped for one in end.standings.values()):
+    if not end.lost and not end.ended and not any(one.stepped for one in end.standings.values()):
         raise _NoRestart("no process had trained a step, so it would fail again")
-
-
-def _check_nodes(end: AttemptEnd) -> list[int]:
-    # Raises _NoRestart if they are too few.
-    spec, nodes = end.spec, sorted(end.standings)
+    # The nodes must suffice, and no others may go on by themselves.
     killed = {k for k, why in end.lost.items() if why == KILLED and k not in end.away}
     doubtful = [k for k in spec.active if k not in killed and k not in end.ended and k not in end.given_up]
     old = [k for k in nodes if k in spec.active]
@@ -198,12 +197,3 @@ def _parts(end: AttemptEnd, nodes: Iterable[int]) -> dict[int, tuple[int, ...]]:
     if missing:
         raise _NoRestart(f"no remaining node has {parts_words(missing)}")
     return {k: tuple(sorted(parts)) for k, parts in held.items()}
-
-
-def _ranks(start: NodeSpec, training: Iterable[int]) -> dict[str, list[int]]:
-    found, next_rank = {}, 0
-    for k in training:
-        count = len(start.nodes[k].ranks)
-        found[str(k)] = list(range(next_rank, next_rank + count))
-        next_rank += count
-    return found

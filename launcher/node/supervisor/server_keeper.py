@@ -112,10 +112,7 @@ class ServerKeeper:
             count = len(self._restarts)
             tried = f", after {count} restart{'s' if count > 1 else ''} (run.server_restarts)" if count else ""
             return why + tried
-        self._schedule_restart(child, now)
-        return ""
-
-    def _schedule_restart(self, child: Child, now: float) -> None:
+        # The server is started again after a pause.
         pause = _FIRST_PAUSE * 2 ** len(self._restarts)
         self._restarts.append(now)
         self.child, self.ready, self._again_at = None, False, now + pause
@@ -125,14 +122,13 @@ class ServerKeeper:
         procs.send_group(child.pid, signal.SIGKILL)  # a remaining process could still hold the port
         self._loop.forget(child)
         self._forget(child)
-        self._report(describe(self._last)[:MAX_TEXT], pause)
-
-    def _report(self, how: str, pause: float) -> None:
+        how = describe(self._last)[:MAX_TEXT]
         tries = f"{len(self._restarts)} of {self._spec.server_restarts}"
         self._journal.event("server-restart", reason=how, attempt=len(self._restarts), seconds=pause)
         text = f"server of {self._spec.label} {how}; restart {tries} in {pause:g} s"
         finding = {"t": time.time(), "kind": "server-restart", "node_rank": self._spec.node_rank, "rank": None}
         self.findings.append({**finding, "text": text, "stop": False})
+        return ""
 
 
 def _kernels(env: Mapping[str, str]) -> tuple[bool, str]:

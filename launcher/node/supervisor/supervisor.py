@@ -23,20 +23,21 @@ from launcher.node import leases, procs
 from launcher.node.child_process import Child, Loop, outcome, signal_name
 from launcher.node.diagnostics.oom import OomWatch
 from launcher.node.environment import process_environment
-from launcher.node.exit_description import describe, describe_stop
+from launcher.node.exit_description import describe
 from launcher.node.peers.hub import Hub
 from launcher.node.peers.member import Member
 from launcher.node.peers.model import Cause, Peers, make_cause, sentence
 from launcher.node.spec import NodeSpec
-from launcher.node.supervisor.attempt import read_returns, standing_of
-from launcher.node.supervisor.health import DepartedNodes, Health
+from launcher.node.supervisor.attempt import newest_checkpoint, parts_on_disk, read_returns
+from launcher.node.supervisor.health import Health
 from launcher.node.supervisor.journal import Journal, stop_request
 from launcher.node.supervisor.notifier import Notifier
 from launcher.node.supervisor.observer import End, Observer, Sight
 from launcher.node.supervisor.outcomes import MAILBOX, Ended, Mailbox, OutcomeBook
-from launcher.node.supervisor.processes import RankRunners, complete_outcomes, end_processes
+from launcher.node.supervisor.processes import RankRunners, end_processes
 from launcher.node.supervisor.prometheus import PrometheusFile
 from launcher.node.supervisor.rendezvous import Restarts, connect
+from launcher.node.supervisor.restart import Standing
 from launcher.node.supervisor.server_keeper import ServerKeeper
 from launcher.node.supervisor.tracking import Tracking
 from launcher.node.supervisor.waiting import Forecast, WaitedTooLong, Waiting
@@ -88,7 +89,6 @@ class Supervisor:
         self.health = Health(spec, self.book, self.peers, self.idle, self.server_pid)
         self.oom = OomWatch()
         self.keeper = ServerKeeper(spec, self.journal, self.loop, self.oom, self.start, self.children.remove)
-        self.departed = DepartedNodes(self.journal, self.peers)
         self.runners = RankRunners(spec, self.book, self.start)
         self.forecast = Forecast(spec)
 
@@ -214,7 +214,8 @@ class Supervisor:
         """
         stepped = self.health.stepped()
         self.set_state(state)
-        self.restarts.standing = standing_of(self.first, stepped, self.idle)
+        checkpoint = newest_checkpoint(self.first.run_dir, self.idle)
+        self.restarts.standing = Standing(checkpoint, parts_on_disk(self.first), stepped)
         self.report()
         while self.restarts.decision is None:
             self.idle(0.05)
@@ -324,7 +325,7 @@ class Supervisor:
         self.loop.poll(timeout)
         self.peers.look()
         self.peers = self.restarts.look(self.peers)
-        self.health.findings += self.departed.new_findings()
+        self.health.look_for_departed()
         if time.monotonic() >= self._next_heartbeat:
             self.heartbeat()
 
@@ -342,8 +343,10 @@ class Supervisor:
             raise self.stopped(why, self.own_cause("node", "failure", why))
         request = stop_request(self.journal)
         if request is not None:
-            cause = self.own_cause("node", "stop", describe_stop(request), request)
-            raise self.stopped(describe_stop(request), cause)
+            why = f"stop requested by {request.get('by') or 'the file control/stop'}"
+            if request.get("by") and request.get("why"):
+                why += f" ({request['why']})"
+            raise self.stopped(why, self.own_cause("node", "stop", why, request))
         if not self.journal.folder_exists():
             why = f"its run folder {self.spec.run_dir} has been deleted"
             raise Ended("failed", why, self.own_cause("node", "failure", why))
@@ -433,7 +436,21 @@ class Supervisor:
         left = end_processes(self.children, self.book, self.token, grace, self.idle, done=done, spared=spared)
         if left:
             self.journal.log(f"could not kill: {', '.join(f'{p.pid} {procs.command_line(p.pid)}' for p in left)}")
-        complete_outcomes(self.children, self.keeper, self.runners, self.book, self.loop)
+
+        # Close the logs, and record the last outcomes of ranks and of the graph server, and how rank runners ended.
+        for child in self.children:
+            child.running()
+            self.loop.forget(child)
+        self.book.look()
+        if self.keeper.child is not None and "server" not in self.book.outcomes:
+            self.book.record(outcome("server", self.spec.node_rank, None, self.keeper.child))
+        elif self.keeper.waiting is not None:
+            self.book.record(self.keeper.waiting)
+        for runner in self.runners.children.values():
+            if runner.name not in self.book.outcomes:
+                status, signaled = runner.status
+                known = {"name": runner.name, "rank": None, "pid": runner.pid}
+                self.journal.event("process-exit", **known, returncode=status, signal=signaled)
 
     def finish(self, end: Ended) -> None:
         if self.spec.restarts and self.leaves():

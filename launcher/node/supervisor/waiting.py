@@ -118,7 +118,11 @@ class Waiting:
         assert self.place is not None
         self.place["ready"] = not found
         runs = {(one.run_id, one.user, one.waits): one for one in reversed(found)}
-        shown = [(self._what(one), one) for one in [*runs.values()][::-1][:_SHOWN]]
+        shown = []
+        for one in [*runs.values()][::-1][:_SHOWN]:
+            names = one.wants if one.waits else [one.resource]
+            wanted = next((name for name in names if name in self._ticket.wants), "cpu")
+            shown.append((leases.resource_label(wanted), one))
         words = [f"{what} {'are' if what == 'CPUs' else 'is'} {leases.describe(one)}" for what, one in shown]
         self._words = "; ".join(words) or "other nodes of the run were not ready"
         blockers = [
@@ -129,10 +133,6 @@ class Waiting:
         if self.state is None or self.state["blockers"] != blockers or self.state["earlier"] != earlier:
             self.state = {"since": self._since, "earlier": earlier, "blockers": blockers}
             self._journal.event("queue", text=self._words if found else "nothing is in the way here")
-
-    def _what(self, one: leases.Lease) -> str:
-        names = one.wants if one.waits else [one.resource]
-        return leases.resource_label(next((name for name in names if name in self._ticket.wants), "cpu"))
 
 
 class Forecast:

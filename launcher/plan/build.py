@@ -10,7 +10,7 @@ import os
 import secrets
 import zipfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.command import Secret
@@ -20,9 +20,9 @@ from launcher.config.schema import login_text
 from launcher.errors import UsageError
 from launcher.hostlist import fold
 from launcher.plan.commands import PlanContext, own_argv, with_commands
-from launcher.plan.files import SharedFiles, node_files, shared_files
 from launcher.plan.files import code_digest as own_code_digest
-from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, OwnCommand, PlannedFile, copied, generated
+from launcher.plan.files import node_files, shared_files
+from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, PlannedFile, copied, generated
 from launcher.plan.partition import PartitionFiles, outdated, partitioning, read_partition_files
 from launcher.plan.placement import place_nodes
 from launcher.plan.serialize import run_json
@@ -67,10 +67,27 @@ def make_plan(
 
     Raises UsageError if a file named in ``own_command`` or in the config does not exist.
     """
-    inputs, code_digest = _Inputs(config, facts or {}, manifest, serving), code_digest or own_code_digest()
-    own, model = _own_files(config, own_command, cwd)
-    running = {node.node_rank: node for node in before.nodes if node.node_rank not in inputs.facts} if before else {}
-    nodes = place_nodes(config, run_id, inputs.facts, code_digest, inputs.parts, serving, running, own is not None)
+    facts, code_digest = facts or {}, code_digest or own_code_digest()
+    facts_known = all(k in facts for k in range(len(config.nodes)))
+    # The parts that the launching machine sends.
+    parts = manifest if manifest and config.makes_parts and manifest.num_parts == config.num_parts else None
+    if config.data.serving:
+        parts_known = serving is not None
+    else:
+        parts_known = parts is not None or not config.makes_parts
+
+    # The files of the user's command, or of his model class, and the checkpoint.
+    own = model = None
+    if own_command:
+        from launcher.plan.own_script import own_command_files
+
+        own = own_command_files(own_command, config.run.files, cwd)
+    elif not config.serve_only and ":" in config.train.model:
+        from launcher.plan.own_script import own_model_files
+
+        model = own_model_files(config, cwd)
+    running = {node.node_rank: node for node in before.nodes if node.node_rank not in facts} if before else {}
+    nodes = place_nodes(config, run_id, facts, code_digest, parts, serving, running, own is not None)
     resumed = config.train.resume if not config.serve_only else None
     started = config.train.start if resumed is None and not (own or config.serve_only) else None
     checkpoint = _checkpoint_file("resume", resumed, config, cwd, own is None) if resumed is not None else None
@@ -81,7 +98,7 @@ def make_plan(
         tracked = earlier_files(checkpoint.source)
     context = PlanContext(
         config=config,
-        facts=inputs.facts,
+        facts=facts,
         run_id=run_id,
         token=token or Secret(),
         operator=operator,
@@ -94,15 +111,62 @@ def make_plan(
         start=_checkpoint_file("start", started.checkpoint, config, cwd, True) if started is not None else None,
         serving=serving,
         version=before.version + 1 if before else 1,
-        topology=decide(config, nodes, config.num_parts, inputs.parts, inputs.facts),
+        topology=decide(config, nodes, config.num_parts, parts, facts),
         queued_at=queued_at,
         wait_limit=wait_limit,
     )
-    shared = shared_files(context)
-    nodes = tuple(
-        node if k in running else _with_files(context, node, shared, inputs.parts) for k, node in enumerate(nodes)
+
+    # The commands and the files of each node.
+    shared, planned = shared_files(context), []
+    for k, node in enumerate(nodes):
+        if k not in running:
+            node = with_commands(context, node)
+            replicated = parts is not None and context.topology.replicated and bool(node.parts)
+            node = replace(
+                node,
+                files=node_files(context, node, shared, parts),
+                topology_bytes=parts.topology_bytes_except(node.parts) if parts and replicated else 0,
+            )
+        planned.append(node)
+    nodes = tuple(planned)
+
+    bundled = own is None and not config.serve_only
+    precision: Iterable[str] = ()
+    if bundled and config.train.precision == "bfloat16":
+        from launcher.plan.precision import precision_notes
+
+        precision = precision_notes(config, facts)
+    sampling = ""
+    if bundled and any(node.devices for node in nodes):
+        from launcher.plan.device_sampling import sampling_line
+
+        sampling = sampling_line(config, nodes, context.topology, parts, facts)
+    return LaunchPlan(
+        run_id=run_id,
+        name=config.name,
+        world_size=context.world.size,
+        num_parts=context.num_parts,
+        master_addr=context.world.master_addr,
+        master_port=nodes[context.lead].master_port,
+        nodes=nodes,
+        partition=partitioning(config) if config.makes_parts else None,
+        runs_dir=config.run.runs_dir,
+        code_digest=code_digest,
+        final=facts_known and parts_known,
+        notes=(*_notes(config, serving, facts_known, parts, manifest), *(own.notes if own else ()), *precision),
+        control_port=nodes[context.lead].control_port or None,
+        lead=context.lead,
+        serving=config.data.serving or "",
+        version=context.version,
+        topology=context.topology,
+        sampling=sampling,
+        dataset=config.data.dataset,
+        encrypted=context.encrypted,
+        own_command=tuple(own_argv(own, nodes[context.lead])) if own else (),
+        train=config.train if bundled else None,
+        manifest=parts.files[-1].sha256 if parts else "",
+        code=shared.code,
     )
-    return _launch_plan(inputs, context, nodes, shared.code, code_digest)
 
 
 def new_token() -> Secret:
@@ -128,19 +192,6 @@ def final_plan(plan: LaunchPlan, service_key: Secret | None = None) -> LaunchPla
     return replace(plan, nodes=tuple(nodes))
 
 
-def _own_files(
-    config: ResolvedConfig, own_command: tuple[str, ...], cwd: Path
-) -> tuple[OwnCommand | None, OwnCommand | None]:
-    """Return the user's command and the user's model class, each with the files that are sent for it."""
-    if not own_command and (config.serve_only or ":" not in config.train.model):
-        return None, None
-    from launcher.plan.own_script import own_command_files, own_model_files
-
-    if own_command:
-        return own_command_files(own_command, config.run.files, cwd), None
-    return None, own_model_files(config, cwd)
-
-
 def _checkpoint_file(name: str, wanted: str, config: ResolvedConfig, cwd: Path, ours: bool) -> PlannedFile:
     """Return the checkpoint for ``train.resume`` or ``train.start``, as ``name``.pt in the run folder.
 
@@ -157,134 +208,47 @@ def _checkpoint_file(name: str, wanted: str, config: ResolvedConfig, cwd: Path, 
     raise UsageError(f"train.{name}: there is no file `{wanted}`, and no run with this id has a checkpoint ({of_run})")
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """What a plan is built from. A draft is built without facts, and possibly without parts."""
-
-    config: ResolvedConfig
-    facts: Mapping[int, NodeFacts]  #: by node_rank; may lack nodes
-    found: PartitionFiles | None  #: the parts on the launching machine
-    serving: ServingCluster | None
-
-    @property
-    def parts(self) -> PartitionFiles | None:
-        """``found``, if these are the parts that the launching machine sends; None otherwise."""
-        fits = self.found is not None and self.config.makes_parts and self.found.num_parts == self.config.num_parts
-        return self.found if fits else None
-
-    @property
-    def facts_known(self) -> bool:
-        return all(k in self.facts for k in range(len(self.config.nodes)))
-
-    @property
-    def parts_known(self) -> bool:
-        if self.config.data.serving:
-            return self.serving is not None
-        return self.parts is not None or not self.config.makes_parts
-
-
-def _launch_plan(
-    inputs: _Inputs, context: PlanContext, nodes: tuple[NodePlan, ...], code: tuple[PlannedFile, ...], code_digest: str
-) -> LaunchPlan:
-    config, own, topology = context.config, context.own, context.topology
-    bundled = own is None and not config.serve_only
-    precision: Iterable[str] = ()
-    if bundled and config.train.precision == "bfloat16":
-        from launcher.plan.precision import precision_notes
-
-        precision = precision_notes(config, inputs.facts)
-    sampling = ""
-    if bundled and any(node.devices for node in nodes):
-        from launcher.plan.device_sampling import sampling_line
-
-        sampling = sampling_line(config, nodes, topology, inputs.parts, inputs.facts)
-    return LaunchPlan(
-        run_id=context.run_id,
-        name=config.name,
-        world_size=context.world.size,
-        num_parts=context.num_parts,
-        master_addr=context.world.master_addr,
-        master_port=nodes[context.lead].master_port,
-        nodes=nodes,
-        partition=partitioning(config) if config.makes_parts else None,
-        runs_dir=config.run.runs_dir,
-        code_digest=code_digest,
-        final=inputs.facts_known and inputs.parts_known,
-        notes=(*_notes(inputs), *(own.notes if own else ()), *precision),
-        control_port=nodes[context.lead].control_port or None,
-        lead=context.lead,
-        serving=config.data.serving or "",
-        version=context.version,
-        topology=topology,
-        sampling=sampling,
-        dataset=config.data.dataset,
-        encrypted=context.encrypted,
-        own_command=tuple(own_argv(own, nodes[context.lead])) if own else (),
-        train=config.train if bundled else None,
-        manifest=inputs.parts.files[-1].sha256 if inputs.parts else "",
-        code=code,
-    )
-
-
-def _with_files(
-    context: PlanContext, placed: NodePlan, shared: SharedFiles, manifest: PartitionFiles | None
-) -> NodePlan:
-    node = with_commands(context, placed)
-    replicated = manifest is not None and context.topology.replicated and bool(node.parts)
-    return replace(
-        node,
-        files=node_files(context, node, shared, manifest),
-        topology_bytes=manifest.topology_bytes_except(node.parts) if manifest and replicated else 0,
-    )
-
-
-def _notes(inputs: _Inputs) -> list[str]:
-    config, serving = inputs.config, inputs.serving
+def _notes(
+    config: ResolvedConfig,
+    serving: ServingCluster | None,
+    facts_known: bool,
+    parts: PartitionFiles | None,
+    found: PartitionFiles | None,
+) -> list[str]:
+    """Return the notes of a plan. ``found``: the parts on this machine; ``parts``: these, if they are sent."""
+    data = config.data
     notes = [config.left_out] if config.left_out else []
-    if config.data.serving and serving is None:
-        notes.append(f"the servers of `{config.data.serving}`, and their keys, are looked up at launch")
-    notes += _servers_of(serving) if serving else []
-    if not inputs.facts_known:
+    if data.serving and serving is None:
+        notes.append(f"the servers of `{data.serving}`, and their keys, are looked up at launch")
+    if serving:
+        listed = serving.servers[:_LISTED] if len(serving.servers) > _LISTED + 1 else serving.servers
+        for one in listed:
+            held = f"{'part' if len(one.parts) == 1 else 'parts'} {spans(one.parts)}"
+            notes.append(f"{serving.label(one)} serves {held} at {one.endpoint}")
+        if more := len(serving.servers) - len(listed):
+            notes.append(f"and {more} more servers of {serving.name}")
+    if not facts_known:
         notes.append(
             "preflight will fill in addresses, network interfaces, free ports (chosen at random from several, of "
             "which the first are shown), home folders for ~, absolute interpreter paths, and OMP_NUM_THREADS (cpus / "
             "processes)"
         )
-    return [*notes, *_missing_parts(inputs), *_shared_hosts(config)]
+    if parts is None and config.makes_parts:
+        how = f"read from {data.store}, or made and uploaded there," if data.store else "made"
+        notes.append(f"the parts will be {how} at launch; their files, sizes and digests are not known yet")
+        if found:
+            notes.append(f"{data.folder} has {found.num_parts} parts, but the config needs {config.num_parts}")
 
-
-def _missing_parts(inputs: _Inputs) -> list[str]:
-    data, found = inputs.config.data, inputs.found
-    if inputs.parts is not None or not inputs.config.makes_parts:
-        return []
-    how = f"read from {data.store}, or made and uploaded there," if data.store else "made"
-    notes = [f"the parts will be {how} at launch; their files, sizes and digests are not known yet"]
-    if found:
-        notes.append(f"{data.folder} has {found.num_parts} parts, but the config needs {inputs.config.num_parts}")
-    return notes
-
-
-def _servers_of(serving: ServingCluster) -> list[str]:
-    listed = serving.servers[:_LISTED] if len(serving.servers) > _LISTED + 1 else serving.servers
-    lines = [
-        f"{serving.label(one)} serves {'part' if len(one.parts) == 1 else 'parts'} {spans(one.parts)} at {one.endpoint}"
-        for one in listed
-    ]
-    more = len(serving.servers) - len(listed)
-    return [*lines, f"and {more} more servers of {serving.name}"] if more else lines
-
-
-def _shared_hosts(config: ResolvedConfig) -> list[str]:
-    # Overlapping host ranges in the config may be the cause.
+    # Hosts with several nodes: overlapping host ranges in the config may be the cause.
     if config.local:
-        return []
+        return notes
     nodes: dict[str, list[str]] = {}
     for k, node in enumerate(config.nodes):
         nodes.setdefault(login_text(None, node.host, node.port), []).append(f"node{k}")
     shared = {host: ranks for host, ranks in nodes.items() if len(ranks) > 1}
     if len(shared) > _LISTED:
-        return [f"{count(len(shared), 'host')} run more than one node each: {fold(shared, _LISTED)}"]
-    return [f"host {host} runs {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in shared.items()]
+        return [*notes, f"{count(len(shared), 'host')} run more than one node each: {fold(shared, _LISTED)}"]
+    return [*notes, *(f"host {host} runs {count(len(ranks), 'node')}: {fold(ranks)}" for host, ranks in shared.items())]
 
 
 def offline_plan(

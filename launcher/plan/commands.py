@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
@@ -12,7 +13,7 @@ from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import ServingCluster, clients, gateways, host_key
 from launcher.node.environment import World
 from launcher.plan.model import NO_SITE, NodeFacts, NodePlan, OwnCommand, PlannedFile, Topology
-from launcher.plan.placement import endpoint, host_processes, node_interface, with_user_env
+from launcher.plan.placement import endpoint, node_interface, with_user_env
 from trainer.core.train_config import TrainConfig
 
 
@@ -79,56 +80,54 @@ class PlanContext:
     @cached_property
     def processes(self) -> Mapping[str, int]:
         """Number of ranks on each host, by ``host_key``."""
-        return host_processes(self.config)
+        counts: Counter[str] = Counter()
+        for node in self.config.nodes:
+            counts[host_key(self.config, node)] += node.nproc
+        return counts
 
 
 def with_commands(context: PlanContext, node: NodePlan) -> NodePlan:
-    """Return the plan of a node with the commands of its graph server and of its ranks."""
-    server = _server_command(context, node) if node.service_port else None
-    return replace(node, server=server, trainer=_trainer_command(context, node) if node.ranks else None)
+    """Return the plan of a node with the commands of its graph server and of its ranks.
 
-
-def _server_command(context: PlanContext, node: NodePlan) -> Command:
-    """Build the command of a node's graph server. A gateway also samples whole batches for clients."""
-    run, own, gateway = context.config.run, ",".join(map(str, node.parts)), node.node_rank in context.gateways
-    argv = [node.start.argv[0], "-m", "trainer", "serve", "--parts", node.data_dir, "--own", own]
-    argv += ["--bind", endpoint(node.bind, node.service_port), "--cluster", f"{node.run_dir}/cluster.json"]
-    argv += ["--key-file", f"{node.run_dir}/service.key"] if context.encrypted else []
-    argv += ["--ready-file", f"{node.run_dir}/server.ready", "--node-rank", str(node.node_rank)]
-    argv += ["--stats-file", f"{node.run_dir}/server_stats.json", "--server-wait", f"{run.server_wait:g}"]
-    argv += ["--buffer-mb", str(run.server_buffer)] if gateway else []
-    argv += ["--batch-threads", str(run.server_threads)] if gateway and run.server_threads != "auto" else []
-    env = _run_env(context, node) | _reach_env(context, node)
-    env |= {"GNNFLEET_PROCESS": "server", "CUDA_VISIBLE_DEVICES": ""}
-    return Command(tuple(argv), _with_user_env(context, node, env), node.run_dir)
-
-
-def _trainer_command(context: PlanContext, node: NodePlan) -> Command:
-    """Build the command of the rank runner, a program that the supervisor starts once per rank.
-
-    The rank runner starts the bundled trainer at once, but a user's own command only when the graph server is ready.
+    The command of the ranks is the rank runner, a program that the supervisor starts once per rank. It starts the
+    bundled trainer at once, but a user's own command only when the graph server is ready.
     """
-    program = f"{node.code_dir}/launcher/node/supervisor/rank_runner.py"
-    argv = [node.start.argv[0], NO_SITE, program, "--run-dir", node.run_dir]
-    argv += ["--await-server"] if context.own and node.service_port else []
-    argv += ["--", *(own_argv(context.own, node) if context.own else _train_argv(context, node))]
-    cwd = f"{node.run_dir}/files" if context.own else node.run_dir
-    return Command(tuple(argv), _with_user_env(context, node, _rank_env(context, node)), cwd)
+    run, own, python = context.config.run, context.own, node.start.argv[0]
+    server = trainer = None
+    if node.service_port:
+        gateway = node.node_rank in context.gateways  # it also samples whole batches for clients
+        argv = [python, "-m", "trainer", "serve", "--parts", node.data_dir, "--own", ",".join(map(str, node.parts))]
+        argv += ["--bind", endpoint(node.bind, node.service_port), "--cluster", f"{node.run_dir}/cluster.json"]
+        argv += ["--key-file", f"{node.run_dir}/service.key"] if context.encrypted else []
+        argv += ["--ready-file", f"{node.run_dir}/server.ready", "--node-rank", str(node.node_rank)]
+        argv += ["--stats-file", f"{node.run_dir}/server_stats.json", "--server-wait", f"{run.server_wait:g}"]
+        argv += ["--buffer-mb", str(run.server_buffer)] if gateway else []
+        argv += ["--batch-threads", str(run.server_threads)] if gateway and run.server_threads != "auto" else []
+        env = _run_env(context, node) | _reach_env(context, node)
+        env |= {"GNNFLEET_PROCESS": "server", "CUDA_VISIBLE_DEVICES": ""}
+        server = Command(tuple(argv), _with_user_env(context, node, env), node.run_dir)
+    if node.ranks:
+        argv = [python, NO_SITE, f"{node.code_dir}/launcher/node/supervisor/rank_runner.py", "--run-dir", node.run_dir]
+        argv += ["--await-server"] if own and node.service_port else []
+        argv += ["--"]
+        if own:
+            argv += own_argv(own, node)
+        else:
+            argv += [python, "-m", "trainer", "train", *(["--parts", node.data_dir] if node.parts else [])]
+            argv += train_flags(context.train)
+            if (start := context.config.train.start) and context.start:
+                moved = {"checkpoint": f"{node.run_dir}/{context.start.dest}", "modules": start.modules}
+                argv += ["--start", json.dumps(moved)]
+            argv += ["--resume", f"{node.run_dir}/{context.resume.dest}"] if context.resume else []
+        cwd = f"{node.run_dir}/files" if own else node.run_dir
+        trainer = Command(tuple(argv), _with_user_env(context, node, _rank_env(context, node)), cwd)
+    return replace(node, server=server, trainer=trainer)
 
 
 def own_argv(own: OwnCommand, node: NodePlan) -> list[str]:
     """Return the user's command for a node; a first word ``python`` or ``python3`` becomes the node's interpreter."""
     first = node.start.argv[0] if own.argv[0] in ("python", "python3") else own.argv[0]
     return [first, *own.argv[1:]]
-
-
-def _train_argv(context: PlanContext, node: NodePlan) -> list[str]:
-    parts = ["--parts", node.data_dir] if node.parts else []
-    argv = [node.start.argv[0], "-m", "trainer", "train", *parts, *train_flags(context.train)]
-    if (start := context.config.train.start) and context.start:
-        moved = {"checkpoint": f"{node.run_dir}/{context.start.dest}", "modules": start.modules}
-        argv += ["--start", json.dumps(moved)]
-    return [*argv, "--resume", f"{node.run_dir}/{context.resume.dest}"] if context.resume else argv
 
 
 def tracker_command(context: PlanContext, node: NodePlan) -> Command | None:

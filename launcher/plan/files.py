@@ -14,7 +14,7 @@ from launcher.files import CODE_ROOT, file_sha256
 from launcher.node.spec import NodeSpec, RunNode
 from launcher.plan.commands import PlanContext, tracker_command
 from launcher.plan.model import NodePlan, PlannedFile, copied, generated
-from launcher.plan.partition import PartFile, PartitionFiles
+from launcher.plan.partition import PartitionFiles
 from launcher.plan.placement import endpoint
 from trainer.core.remote_settings import parse_bytes
 
@@ -68,84 +68,6 @@ def shared_files(context: PlanContext) -> SharedFiles:
         }
         for node in context.nodes
     ]
-    return SharedFiles(
-        code,
-        generated("cluster.json", json.dumps(_cluster(context), indent=1)),
-        json.dumps(known, separators=(",", ":")),
-    )
-
-
-def node_files(
-    context: PlanContext, node: NodePlan, shared: SharedFiles, manifest: PartitionFiles | None
-) -> tuple[PlannedFile, ...]:
-    """Return the files that a node needs before its processes start, except gnnfleet's code.
-
-    ``manifest``: files of the parts to send; None if no parts are sent, or they do not exist yet.
-    """
-    files: list[PlannedFile] = []
-    if manifest and node.parts:
-        parts = manifest.of_parts(node.parts, replicated=context.topology.replicated)
-        files += _part_files(context, node, manifest.folder, parts)
-    if node.ranks and (own := context.own or context.model):
-        files += [_below(f"{node.run_dir}/files", file) for file in own.files]
-    files += [_below(node.run_dir, file) for file in (context.resume, context.start) if file and node.ranks]
-    if node.node_rank == context.lead or (node.ranks and context.config.run.restarts):
-        files += [_below(node.run_dir, file) for file in context.tracked]
-    return (*files, *_generated(context, node, shared))
-
-
-def _below(folder: str, file: PlannedFile) -> PlannedFile:
-    dest = f"{folder}/{file.dest}"  # the call below is three times as fast as dataclasses.replace
-    return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret, file.url)
-
-
-def _part_files(context: PlanContext, node: NodePlan, folder: str, files: tuple[PartFile, ...]) -> list[PlannedFile]:
-    """Return the files of a node's parts, which are sent from ``folder``.
-
-    With ``data.store``, the node fetches the files instead; the result then includes ``fetch.json``, which lists them.
-    """
-    url = context.config.data.store
-    if url is None:
-        return [
-            PlannedFile(f"{node.data_dir}/{file.path}", file.bytes, f"{folder}/{file.path}", "", file.sha256)
-            for file in files
-        ]
-    url = url.rstrip("/")
-    fetched = [
-        PlannedFile(f"{node.data_dir}/{file.path}", file.bytes, sha256=file.sha256, url=f"{url}/{file.path}")
-        for file in files
-    ]
-    data = context.config.data
-    spec = json.dumps(
-        {
-            "url": url,
-            "options": data.store_options,
-            "folder": node.data_dir,
-            "files": [[file.path, file.bytes, file.sha256] for file in files],
-            "run_dir": node.run_dir,
-            "limit": None if data.store_limit is None else parse_bytes(data.store_limit),
-        }
-    )
-    return [*fetched, generated(f"{node.run_dir}/{FETCH_SPEC}", spec, mode=0o600)]
-
-
-def _generated(context: PlanContext, node: NodePlan, shared: SharedFiles) -> list[PlannedFile]:
-    command = replace(node.start, argv=(*node.wrap, *node.start.argv))
-    start = f"#!/usr/bin/env bash\n{render(command)}\n"
-    own = json.dumps({name: value for name, value in vars(_node_spec(context, node)).items() if name != "nodes"})
-    spec = Secret(f'{own[:-1]}, "nodes": {shared.nodes}}}')
-    files = [
-        _below(node.run_dir, shared.cluster),
-        generated(f"{node.run_dir}/start.sh", start, mode=0o700),  # contains the user's env
-        generated(f"{node.run_dir}/node.json", spec, mode=0o600, secret=True),
-        PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600),  # created at launch by launcher.plan.serialize
-    ]
-    if context.encrypted:
-        files.append(PlannedFile(f"{node.run_dir}/service.key", 0, mode=0o600, secret=True))
-    return files
-
-
-def _cluster(context: PlanContext) -> Mapping[str, Any]:
     nodes = [
         {
             "node_rank": node.node_rank,
@@ -160,7 +82,72 @@ def _cluster(context: PlanContext) -> Mapping[str, Any]:
     head = {"run_id": context.run_id, "num_parts": context.num_parts, "version": context.version}
     cluster = context.serving
     serving = {"name": cluster.name, "servers": [asdict(server) for server in cluster.servers]} if cluster else None
-    return {**head, "nodes": nodes, "serving": serving}
+    described = {**head, "nodes": nodes, "serving": serving}
+    return SharedFiles(
+        code,
+        generated("cluster.json", json.dumps(described, indent=1)),
+        json.dumps(known, separators=(",", ":")),
+    )
+
+
+def node_files(
+    context: PlanContext, node: NodePlan, shared: SharedFiles, manifest: PartitionFiles | None
+) -> tuple[PlannedFile, ...]:
+    """Return the files that a node needs before its processes start, except gnnfleet's code.
+
+    ``manifest``: files of the parts to send; None if no parts are sent, or they do not exist yet.
+    """
+    data, files = context.config.data, list[PlannedFile]()
+    if manifest and node.parts:
+        parts = manifest.of_parts(node.parts, replicated=context.topology.replicated)
+        if data.store is None:
+            files += [
+                PlannedFile(
+                    f"{node.data_dir}/{file.path}", file.bytes, f"{manifest.folder}/{file.path}", "", file.sha256
+                )
+                for file in parts
+            ]
+        else:  # the node fetches them, as fetch.json says
+            url = data.store.rstrip("/")
+            files += [
+                PlannedFile(f"{node.data_dir}/{file.path}", file.bytes, sha256=file.sha256, url=f"{url}/{file.path}")
+                for file in parts
+            ]
+            wanted = json.dumps(
+                {
+                    "url": url,
+                    "options": data.store_options,
+                    "folder": node.data_dir,
+                    "files": [[file.path, file.bytes, file.sha256] for file in parts],
+                    "run_dir": node.run_dir,
+                    "limit": None if data.store_limit is None else parse_bytes(data.store_limit),
+                }
+            )
+            files.append(generated(f"{node.run_dir}/{FETCH_SPEC}", wanted, mode=0o600))
+    if node.ranks and (own := context.own or context.model):
+        files += [_below(f"{node.run_dir}/files", file) for file in own.files]
+    files += [_below(node.run_dir, file) for file in (context.resume, context.start) if file and node.ranks]
+    if node.node_rank == context.lead or (node.ranks and context.config.run.restarts):
+        files += [_below(node.run_dir, file) for file in context.tracked]
+
+    # Files generated for the run.
+    start = f"#!/usr/bin/env bash\n{render(replace(node.start, argv=(*node.wrap, *node.start.argv)))}\n"
+    spec = json.dumps({name: value for name, value in vars(_node_spec(context, node)).items() if name != "nodes"})
+    spec = f'{spec[:-1]}, "nodes": {shared.nodes}}}'
+    files += [
+        _below(node.run_dir, shared.cluster),
+        generated(f"{node.run_dir}/start.sh", start, mode=0o700),  # contains the user's env
+        generated(f"{node.run_dir}/node.json", Secret(spec), mode=0o600, secret=True),
+        PlannedFile(f"{node.run_dir}/run.json", 0, mode=0o600),  # created at launch by launcher.plan.serialize
+    ]
+    if context.encrypted:
+        files.append(PlannedFile(f"{node.run_dir}/service.key", 0, mode=0o600, secret=True))
+    return tuple(files)
+
+
+def _below(folder: str, file: PlannedFile) -> PlannedFile:
+    dest = f"{folder}/{file.dest}"  # the call below is three times as fast as dataclasses.replace
+    return PlannedFile(dest, file.bytes, file.source, file.content, file.sha256, file.mode, file.secret, file.url)
 
 
 def _node_spec(context: PlanContext, node: NodePlan) -> NodeSpec:

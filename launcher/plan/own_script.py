@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.config.schema import ClusterConfig
@@ -50,8 +50,18 @@ def own_command_files(
             words.append(word)
             if path.is_dir():
                 notes.append(f"folder `{word}` in your command is not sent; add it to run.files if the nodes need it")
-    for dest, path in _walk(extra, cwd):
-        _add(files, dest, path)
+    for name in extra:
+        path = Path(name)
+        if path.is_dir():
+            top = Path(_dest(path, cwd))
+            for file in path.rglob("*"):
+                inside = file.relative_to(path)
+                if file.is_file() and "__pycache__" not in inside.parts:
+                    _add(files, (top / inside).as_posix(), file)
+        elif path.is_file():
+            _add(files, _dest(path, cwd), path)
+        else:
+            raise UsageError(f"run.files: no file or folder `{name}` on this machine")
     program, *rest = Path(argv[0]).name, *argv[1:]
     if program.startswith("python"):
         rest = [*itertools.dropwhile(lambda word: word.startswith("-") and word != "-m", rest)]
@@ -141,18 +151,3 @@ def _add(files: dict[str, Path], dest: str, path: Path) -> None:
             f"{other} and {path} would both be `{dest}` on the nodes; rename one of them, or launch from a parent "
             "folder of both"
         )
-
-
-def _walk(extra: Sequence[str], cwd: Path) -> Iterator[tuple[str, Path]]:
-    for name in extra:
-        path = Path(name)
-        if path.is_dir():
-            inside = ((file, file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-            top = _dest(path, cwd)
-            yield from (
-                ((Path(top) / rest).as_posix(), file) for file, rest in inside if "__pycache__" not in rest.parts
-            )
-        elif path.is_file():
-            yield _dest(path, cwd), path
-        else:
-            raise UsageError(f"run.files: no file or folder `{name}` on this machine")

@@ -32,13 +32,20 @@ from trainer.core.typed import parse_json
 def partitioning(config: ResolvedConfig) -> Partitioning:
     """Return the ``trainer partition make`` command of a config; it runs with the launcher's Python."""
     data, folder = config.data, os.path.expanduser(config.data.folder)
-    cut = ["--dataset", data.dataset, "--num-parts", str(config.num_parts), *_method_options(config)]
+    cut = ["--dataset", data.dataset, "--num-parts", str(config.num_parts)]
+    settings = data.partition
+    cut += ["--method", settings.method, "--seed", str(settings.seed)]
+    cut += ["--balance", settings.balance] if settings.method not in ("random", "hash") else []
+    cut += ["--fanouts", ",".join(map(str, config.train.fanouts))] if settings.method == "frequency" else []
+    cut += ["--memory", settings.memory] if settings.memory else []
+    cut += ["--clusters", str(settings.clusters)] if settings.clusters else []
+    cut += ["--rows", settings.rows] if settings.rows != "stored" else []
     options = ["--source", data.source] if data.source else []
     for name, value in data.options.items():
         options += ["--option", f"{name}={value if isinstance(value, str) else json.dumps(value)}"]
     command = local_trainer("partition", "make", *cut, "--out", folder, *options)
     graph = (*cut, *options)
-    return Partitioning(command, folder, data.source or data.dataset, data.partition.method, graph, data.store or "")
+    return Partitioning(command, folder, data.source or data.dataset, settings.method, graph, data.store or "")
 
 
 def local_trainer(*words: str) -> Command:
@@ -57,18 +64,6 @@ def runnable(command: Command) -> tuple[str, ...]:
     return (command.argv[0], str(CODE_ROOT / "trainer/__main__.py"), *command.argv[3:])
 
 
-def _method_options(config: ClusterConfig) -> list[str]:
-    settings = config.data.partition
-    options = ["--method", settings.method, "--seed", str(settings.seed)]
-    if settings.method not in ("random", "hash"):
-        options += ["--balance", settings.balance]
-    if settings.method == "frequency":
-        options += ["--fanouts", ",".join(map(str, config.train.fanouts))]
-    options += ["--memory", settings.memory] if settings.memory else []
-    options += ["--clusters", str(settings.clusters)] if settings.clusters else []
-    return [*options, *(["--rows", settings.rows] if settings.rows != "stored" else [])]
-
-
 _FORMAT, _VERSION = "gnnfleet-partition", 3
 
 _HELD_OUT = "held_out_type"  # graph attribute that the partitioner writes with option hold_out
@@ -76,7 +71,7 @@ _HELD_OUT = "held_out_type"  # graph attribute that the partitioner writes with 
 MOST_MANIFEST = 1 << 28  #: maximum bytes of a manifest.json; a thousand parts need about ten million
 
 
-class NodesSpec(msgspec.Struct):
+class _NodesSpec(msgspec.Struct):
     """What a manifest says of the nodes of a type."""
 
     splits: dict[str, int] = {}  #: number of seeds by split
@@ -113,7 +108,7 @@ class PartitionFiles:
     fingerprint: str
     num_parts: int
     files: tuple[PartFile, ...]  #: manifest.json included, last
-    nodes: Mapping[str, NodesSpec] = field(default_factory=dict)  #: by node type; empty: unknown
+    nodes: Mapping[str, _NodesSpec] = field(default_factory=dict)  #: by node type; empty: unknown
     edges: Mapping[str, _EdgesSpec] = field(default_factory=dict)  #: by edge type
     links_held_out: bool = False  #: whether links are held out to be predicted (dataset option ``hold_out``)
     hetero: bool | None = None  #: whether the graph is heterogeneous; None: unknown
@@ -209,7 +204,7 @@ class _Manifest(msgspec.Struct):
     fingerprint: Annotated[str, msgspec.Meta(pattern="^[0-9A-Za-z]{1,128}$")]
     num_parts: Annotated[int, msgspec.Meta(ge=1)]
     files: tuple[PartFile, ...]
-    nodes: dict[str, NodesSpec] = {}
+    nodes: dict[str, _NodesSpec] = {}
     edges: dict[str, _EdgesSpec] = {}
     graph_attrs: dict[str, Any] = {}
     hetero: bool | None = None
@@ -349,16 +344,12 @@ def _signature(config: ResolvedConfig) -> list[object]:
         manifest = [stat.st_size, stat.st_mtime_ns]
     except FileNotFoundError:
         manifest = []
-    return [list(partitioning(config).command.argv[1:]), manifest, _source_state(config.data.source)]
-
-
-def _source_state(source: str | None) -> list[list[object]]:
-    """Return path, size in bytes and mtime in ns of each file of the graph at ``source``."""
-    if source is None:
-        return []
-    top = Path(os.path.expanduser(source))
-    files = sorted(top.rglob("*")) if top.is_dir() else [top]
-    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
+    source: list[list[object]] = []  # path, size in bytes and mtime in ns of each file of the graph
+    if config.data.source is not None:
+        top = Path(os.path.expanduser(config.data.source))
+        files = [file for file in (sorted(top.rglob("*")) if top.is_dir() else [top]) if file.is_file()]
+        source = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    return [list(partitioning(config).command.argv[1:]), manifest, source]
 
 
 def _read(stamp: Path) -> object:

@@ -8,11 +8,10 @@ import posixpath
 import re
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Mapping
 
 from launcher.command import Command, quote
-from launcher.config.roles import ServingCluster, clients, gateways, holdings, host_key, serves
+from launcher.config.roles import ServingCluster, clients, gateways, holdings, serves
 from launcher.config.schema import ClusterConfig, NodeConfig, node_workdir
 from launcher.errors import node_label
 from launcher.node.environment import RANK_VARIABLES
@@ -96,13 +95,16 @@ def place_nodes(
         code_dir, folder = f"{workdir}/code/{code_digest[:16]}", run_dir(workdir, run_id, k)
         ranks = tuple(range(first_rank, first_rank + node.nproc))
         first_rank += node.nproc
-        address = _node_address(config, k, fact)
+        # Where other nodes reach it: before preflight, its host name.
+        address = node.address or ("127.0.0.1" if config.local else fact.address if fact else node.host)
         control, master = lead_candidates(config, k)
 
         # The command that tmux runs: the supervisor, which starts the processes in ``node.json``.
         shell = interpreter(config, k)
         program = f"{code_dir}/launcher/node/supervisor/supervisor.py"
-        data_dir = _data_dir(config, node, workdir, data_name, fact)
+        data_dir = f"{workdir}/data/{data_name}" if node.holds else ""
+        if node.holds and config.data.mode != "sync":
+            data_dir = at_home((node.data_folder or config.data.folder).rstrip("/"), fact)
         env = with_user_env(
             node,
             fact,
@@ -194,17 +196,6 @@ def container(
     return wrapped(node.wrap, absolute, env, fact.ids if fact else "")
 
 
-def _node_address(config: ClusterConfig, node_rank: int, fact: NodeFacts | None) -> str:
-    """Return the address at which other nodes reach a node.
-
-    This is the configured address, if there is one. Otherwise it is 127.0.0.1 with ``transport: local``, else the
-    address that preflight found, or the host name before preflight.
-    """
-    node = config.nodes[node_rank]
-    found = "127.0.0.1" if config.local else fact.address if fact else node.host
-    return node.address or found
-
-
 def _bind(address: str, fact: NodeFacts | None) -> str:
     """Return the address at which a node listens, given the ``address`` at which other nodes reach it.
 
@@ -227,13 +218,6 @@ def node_login(config: ClusterConfig, node: NodeConfig) -> Login | None:
     return None if config.local else Login(node.user, node.host, node.port)
 
 
-def host_processes(config: ClusterConfig) -> Counter[str]:
-    counts: Counter[str] = Counter()
-    for node in config.nodes:
-        counts[host_key(config, node)] += node.nproc
-    return counts
-
-
 def with_user_env(node: NodeConfig, fact: NodeFacts | None, ours: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables ``ours``, overridden by ``env`` in the node's config.
 
@@ -254,14 +238,6 @@ def at_home(path: str, fact: NodeFacts | None) -> str:
 def endpoint(address: str, port: int) -> str:
     """Return ``tcp://address:port``, with an IPv6 address in brackets."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
-
-
-def _data_dir(config: ClusterConfig, node: NodeConfig, workdir: str, name: str, fact: NodeFacts | None) -> str:
-    if not node.holds:
-        return ""
-    if config.data.mode == "sync":
-        return f"{workdir}/data/{name}"
-    return at_home((node.data_folder or config.data.folder).rstrip("/"), fact)
 
 
 def is_ip(address: str) -> bool:

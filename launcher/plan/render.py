@@ -13,7 +13,7 @@ from rich.text import Text
 from launcher.command import Command, Secret, is_secret, quote
 from launcher.config.schema import login_text
 from launcher.hostlist import fold
-from launcher.plan.model import LaunchPlan, NodePlan, Partitioning, PlannedFile
+from launcher.plan.model import LaunchPlan, NodePlan, PlannedFile
 from launcher.text import count, spans
 
 _Rows = Sequence[tuple[str, str]]  # lines about one node, as (label, text)
@@ -60,7 +60,11 @@ def print_plan(plan: LaunchPlan, console: Console, *, every: bool = False) -> No
     full = len(blocks) if every or len(plan.nodes) < _LARGE else _MOST_BLOCKS
     for nodes, rows in blocks[:full]:
         lines += [Text(""), _heading(_title(nodes)), *map(_row, rows)]
-    lines += _named_only(blocks[full:])
+    if further := blocks[full:]:
+        lines += [Text(""), _heading("Nodes with other commands, environment or folders (--verbose shows each node)")]
+        lines += [Text(f"  {_title(nodes)}") for nodes, _ in further[:_MOST_NAMED]]
+        rest = sum(len(nodes) for nodes, _ in further[_MOST_NAMED:])
+        lines += [Text(f"  … {count(rest, 'more node')}", "dim")] if rest else []
     console.print(Text("\n").join(lines), soft_wrap=True)
 
 
@@ -131,16 +135,6 @@ def _folds(group: Sequence[_Split]) -> Iterator[_Block]:
     yield tuple(node for node, _ in group), rows
 
 
-def _named_only(blocks: Sequence[_Block]) -> list[Text]:
-    """Return a line for each of the first blocks of further nodes of a large cluster, and one that counts the rest."""
-    if not blocks:
-        return []
-    lines = [Text(""), _heading("Nodes with other commands, environment or folders (--verbose shows each node)")]
-    lines += [Text(f"  {_title(nodes)}") for nodes, _ in blocks[:_MOST_NAMED]]
-    rest = sum(len(nodes) for nodes, _ in blocks[_MOST_NAMED:])
-    return [*lines, Text(f"  … {count(rest, 'more node')}", "dim")] if rest else lines
-
-
 def _title(nodes: Sequence[NodePlan]) -> str:
     """Return the heading of nodes: ``node[0-63]  alice@gpu[01-64].lab  tmux session …``."""
     ranks = fold((f"node{node.node_rank}" for node in nodes), _MOST_RANGES)
@@ -184,8 +178,15 @@ def _summary(plan: LaunchPlan) -> str:
 def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, str]]:
     """Yield the lines about the whole run. ``full``: show the partitioner's command line instead of a sentence."""
     if made := plan.partition:
-        first = f"{_describe_env(made.command.env)} {_describe_command(made.command)}"
-        yield "partition", first if full else _describe_partitioning(plan, made)
+        parts, where = count(plan.num_parts, "part"), f"{made.folder} on this machine"
+        where += f" and uploaded to {made.store}" if made.store else ""
+        if full:
+            yield "partition", f"{_describe_env(made.command.env)} {_describe_command(made.command)}"
+        elif made.method == "keep":
+            yield "partition", f"the {parts} in {made.source} are converted to {where}, unless they exist"
+        else:
+            cut = f"partitioned into {parts} ({made.method})"
+            yield "partition", f"{made.source} is {cut} in {where}, unless they exist"
     if plan.own_command:
         yield "training", _describe_command(Command(plan.own_command))
     elif plan.train:
@@ -217,17 +218,6 @@ def _run_rows(plan: LaunchPlan, *, full: bool = False) -> Iterator[tuple[str, st
             yield "nodes", _FOLDED
 
 
-def _describe_partitioning(plan: LaunchPlan, made: Partitioning) -> str:
-    """Return the sentence ``synthetic is partitioned into 3 parts (metis) in parts/toy on this machine, …``."""
-    parts = count(plan.num_parts, "part")
-    where = f"{made.folder} on this machine"
-    if made.store:
-        where += f" and uploaded to {made.store}"
-    if made.method == "keep":
-        return f"the {parts} in {made.source} are converted to {where}, unless they exist"
-    return f"{made.source} is partitioned into {parts} ({made.method}) in {where}, unless they exist"
-
-
 def _topology(plan: LaunchPlan) -> str:
     """Return the sentence ``replicated (auto: the edges of all parts take 34.2 MB); 17.1 MB more for node0, …``."""
     text = f"{plan.topology.choice} ({plan.topology.why})" if plan.topology.choice else plan.topology.why
@@ -241,7 +231,14 @@ def _topology(plan: LaunchPlan) -> str:
 
 
 def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Iterator[tuple[str, str]]:
-    yield "share", "  ".join(_share(plan, node))
+    share = [node.role] if node.role != "worker" else []
+    share += [f"ranks {_span_text(node.ranks)}  devices {_devices_text(node)}"] if node.ranks else []
+    share += [f"parts {_span_text(node.parts)}"] if node.parts else []
+    share += [f"of which copies {_span_text(node.copies)}"] if node.copies else []
+    share += [f"asks first {node.home}"] if node.home else []
+    ports = [f"master {plan.master_port}"] if node.ranks else []
+    ports += [f"graph service {node.service_port}"] if node.server else []
+    yield "share", "  ".join([*share, f"address {node.address}  ports {', '.join(ports)}"])
     parts = f"  parts {node.data_dir}" if node.data_dir else ""
     yield "folders", f"run {node.run_dir}{parts}  code {node.code_dir}"
     for line in node.start.setup:
@@ -269,32 +266,12 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
                 named = []
                 for file in files:
                     size = f" ({decimal(file.bytes) if file.sha256 else 'made at launch'})" if sizes else ""
-                    named.append(_name(node, file) + size)
+                    below = file.dest.removeprefix(tops["own"])  # other files are shown by their name alone
+                    named.append((below if below != file.dest else file.dest.rpartition("/")[2]) + size)
                 shown = ", ".join(named)
             yield "files", f"{name}: {shown}" + (f", {decimal(_total_bytes(files))}" if sizes else "")
     logs = ["supervisor", *(["runners"] if node.ranks else []), *(["server"] if node.server else [])]
     yield "logs", f"{node.run_dir}/logs: {' '.join(f'{log}.log' for log in [*logs, *(f'rank{k}' for k in node.ranks)])}"
-
-
-def _share(plan: LaunchPlan, node: NodePlan) -> Iterator[str]:
-    if node.role != "worker":
-        yield node.role
-    if node.ranks:
-        yield f"ranks {_span_text(node.ranks)}  devices {_devices_text(node)}"
-    if node.parts:
-        yield f"parts {_span_text(node.parts)}"
-    if node.copies:
-        yield f"of which copies {_span_text(node.copies)}"
-    if node.home:
-        yield f"asks first {node.home}"
-    ports = [f"master {plan.master_port}"] if node.ranks else []
-    ports += [f"graph service {node.service_port}"] if node.server else []
-    yield f"address {node.address}  ports {', '.join(ports)}"
-
-
-def _name(node: NodePlan, file: PlannedFile) -> str:
-    top = f"{node.run_dir}/files/"
-    return file.dest.removeprefix(top) if file.dest.startswith(top) else file.dest.rpartition("/")[2]
 
 
 def _word(word: str) -> str:
@@ -347,30 +324,27 @@ def _placed(plan: LaunchPlan, nodes: Sequence[NodePlan]) -> tuple[str, ...]:
     copies = sorted({part for node in nodes for part in node.copies})
     ranks = [rank for node in nodes for rank in node.ranks]
     share = (nodes[0].role, _span_text(ranks), devices, _span_text(first), _span_text(copies))
-    sizes = _sizes([_bytes_of_parts(node) for node in nodes]), _sizes([plan.sent_bytes(node) for node in nodes])
+    of_parts = []  # bytes of the part files that are sent to each node; 0 if unknown or none
+    for node in nodes:
+        top = f"{node.data_dir}/part"
+        of_parts.append(_total_bytes([file for file in node.files if node.parts and file.dest.startswith(top)]))
     homes = fold(dict.fromkeys(node.home for node in nodes), _MOST_RANGES)
-    return (names, targets, *share, sizes[0], homes or "-", _addresses(nodes), sizes[1])
 
-
-def _addresses(nodes: Sequence[NodePlan]) -> str:
-    """Return ``10.0.0.1:29600`` for one node; for several ``10.0.0.[1-64]:29600-29663``."""
+    # ``10.0.0.1:29600`` for one node; for several ``10.0.0.[1-64]:29600-29663``
     ports = sorted({node.service_port for node in nodes if node.server})
     if len(nodes) == 1:
-        return login_text(None, nodes[0].address, ports[0] if ports else None)
-    addresses = fold((node.address for node in nodes), _MOST_RANGES)
-    return f"{addresses}:{ports[0]}-{ports[-1]}" if len(ports) > 1 else ":".join([addresses, *map(str, ports)])
+        address = login_text(None, nodes[0].address, ports[0] if ports else None)
+    else:
+        addresses = fold((node.address for node in nodes), _MOST_RANGES)
+        address = f"{addresses}:{ports[0]}-{ports[-1]}" if len(ports) > 1 else ":".join([addresses, *map(str, ports)])
+    sent = _sizes([plan.sent_bytes(node) for node in nodes])
+    return (names, targets, *share, _sizes(of_parts), homes or "-", address, sent)
 
 
 def _sizes(numbers: Sequence[int]) -> str:
     """Return bytes as text, as ``1.2 MB``, or ``1.2 MB to 3.4 GB`` if nodes differ; ``-`` for none."""
     texts = [decimal(number) if number else "-" for number in (min(numbers), max(numbers))]
     return texts[0] if texts[0] == texts[1] else " to ".join(texts)
-
-
-def _bytes_of_parts(node: NodePlan) -> int:
-    """Return the bytes of the part files that are sent to the node; 0 if unknown or none."""
-    top = f"{node.data_dir}/part"
-    return _total_bytes([file for file in node.files if node.parts and file.dest.startswith(top)])
 
 
 def _total_bytes(files: Sequence[PlannedFile]) -> int:

@@ -38,7 +38,10 @@ def imported_modules(argv: Sequence[str], cwd: Path, as_module: bool = False) ->
         if module:
             modules[path] = None
             if path.name == "__init__.py" and "." not in module:
-                waiting += ((".".join(rest.parts), file) for file, rest in _of_package(path.parent, folder))
+                for file in sorted(path.parent.rglob("*.py")):
+                    rest = file.relative_to(folder)
+                    if not any(part.startswith(".") or part == "site-packages" for part in rest.parts):
+                        waiting.append((".".join(rest.with_suffix("").parts), file))
         waiting += _imported(path, folder)
     return folder, [*modules]
 
@@ -49,13 +52,6 @@ def package_top(path: Path) -> Path:
     while (folder / "__init__.py").is_file():
         folder = folder.parent
     return folder
-
-
-def _of_package(package: Path, folder: Path) -> Iterator[tuple[Path, Path]]:
-    for file in sorted(package.rglob("*.py")):
-        rest = file.relative_to(folder)
-        if not any(part.startswith(".") or part == "site-packages" for part in rest.parts):
-            yield file, rest.with_suffix("")
 
 
 def _script(argv: Sequence[str], cwd: Path) -> tuple[Path, list[tuple[str, Path]]] | None:

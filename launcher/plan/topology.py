@@ -35,53 +35,42 @@ def decide(
     holders = [node for node in nodes if node.parts]
     if not holders or (len(nodes) == 1 and holders[0].role == "worker"):
         return Topology()
-    found = _bytes_known(config, holders, manifest, facts)
+    # Bytes of the edges of all parts; 0 if unknown, or if the files of a node are incomplete.
+    if config.makes_parts:
+        found = manifest.topology_bytes if manifest else 0
+    else:
+        sizes = [facts[node.node_rank].topology_bytes for node in holders if node.node_rank in facts]
+        found = max(sizes, default=0) if all(sizes) else 0
     if config.data.topology != "auto":
         return Topology(config.data.topology, "set by data.topology", found)
     if all(len(node.parts) == num_parts for node in holders):
         return Topology("partitioned", "auto: each node that holds parts has all of them", found)
     if not found:
-        return _unknown(config, holders, facts)
+        if config.makes_parts:
+            return Topology("", "auto: decided when the parts exist")
+        lacks = [node for node in holders if node.node_rank in facts and not facts[node.node_rank].topology_bytes]
+        if not lacks:
+            return Topology("", "auto: decided after preflight")
+        why = f"auto: {lacks[0].label} does not have the edges of all parts in {lacks[0].data_dir}"
+        return Topology("partitioned", why)
     files = manifest.topology_files * len(holders) if manifest else 0
     if files > _MOST_FILES:
         why = f"auto: sending the edges of all parts to all nodes would take {files:,} files"
         return Topology("partitioned", why, found)
-    return _by_size(config, holders, found, facts)
 
-
-def _bytes_known(
-    config: ClusterConfig, holders: Sequence[NodePlan], manifest: PartitionFiles | None, facts: Mapping[int, NodeFacts]
-) -> int:
-    """Return the bytes of the edges of all parts; 0 if unknown, or if the files of a node are incomplete."""
-    if config.makes_parts:
-        return manifest.topology_bytes if manifest else 0
-    sizes = [facts[node.node_rank].topology_bytes for node in holders if node.node_rank in facts]
-    return max(sizes, default=0) if all(sizes) else 0
-
-
-def _unknown(config: ClusterConfig, holders: Sequence[NodePlan], facts: Mapping[int, NodeFacts]) -> Topology:
-    if config.makes_parts:
-        return Topology("", "auto: decided when the parts exist")
-    lacks = [node for node in holders if node.node_rank in facts and not facts[node.node_rank].topology_bytes]
-    if not lacks:
-        return Topology("", "auto: decided after preflight")
-    why = f"auto: {lacks[0].label} does not have the edges of all parts in {lacks[0].data_dir}"
-    return Topology("partitioned", why)
-
-
-def _by_size(config: ClusterConfig, holders: Sequence[NodePlan], size: int, facts: Mapping[int, NodeFacts]) -> Topology:
+    # Whether the edges fit on each host, beside those of its other nodes.
     hosts = {node.node_rank: config.nodes[node.node_rank] for node in holders}
     on_host = Counter(host_key(config, host) for host in hosts.values())
-    why = f"auto: the edges of all parts take {decimal(size)}"
+    why = f"auto: the edges of all parts take {decimal(found)}"
     for node in holders:
         host = hosts[node.node_rank]
-        nodes = on_host[host_key(config, host)]
-        needed = nodes * size
-        each = f" for each of {count(nodes, 'node')} on {host.host}" if nodes > 1 else ""
+        sharing = on_host[host_key(config, host)]
+        needed = sharing * found
+        each = f" for each of {count(sharing, 'node')} on {host.host}" if sharing > 1 else ""
         if needed > MOST:
-            return Topology("partitioned", f"{why}{each}; the limit is {decimal(MOST)} per host", size)
+            return Topology("partitioned", f"{why}{each}; the limit is {decimal(MOST)} per host", found)
         memory = facts[node.node_rank].memory if node.node_rank in facts else 0
         if memory and needed > memory // SHARE:
             whose = f"more than a tenth of the memory of {node.label}, {decimal(memory)}"
-            return Topology("partitioned", f"{why}{each}, {whose}", size)
-    return Topology("replicated", why, size)
+            return Topology("partitioned", f"{why}{each}, {whose}", found)
+    return Topology("replicated", why, found)

@@ -10,7 +10,7 @@ from launcher.config.schema import ClusterConfig, DataConfig
 from launcher.errors import FleetError, UsageError
 from launcher.node.json_reader import loads
 from launcher.plan.commands import train_flags
-from launcher.plan.partition import NodesSpec, PartitionFiles, read_partition_files, trainer_output
+from launcher.plan.partition import PartitionFiles, read_partition_files, trainer_output
 from trainer.core.train_config import METRICS, Neighbors, TrainConfig, is_own_model
 
 # Models that train on homogeneous graphs only; the other models train on any graph.
@@ -30,21 +30,40 @@ def check_trainable(config: ClusterConfig, parts: PartitionFiles | None) -> None
     ``parts``: None if the parts are not made yet, or belong to a serving cluster. Then the graph is checked only as far
     as the config describes it: its types, and the splits of its tables.
     """
-    _check_model(config, parts)
+    hetero = is_hetero(config.data) if parts is None else parts.hetero
+    if config.train.model in _HOMOGENEOUS_MODELS and hetero:
+        graph = config.data.source or config.data.dataset or (parts.dataset if parts else "")
+        raise UsageError(
+            f"train.model: {config.train.model} is for homogeneous graphs, and {graph} has several types of nodes or "
+            f"edges; nothing was sent. Set train.model to {_TYPED}"
+        )
+
     # Tasks of links and of labels of edges need no nodes with a train split.
-    task, target = config.train.task, config.train.target
-    held_out = _holds_out(config.data.options) if parts is None else parts.links_held_out
-    tables = _mapping(config.data.options.get("edges")).values()
-    labelled = any(isinstance(table, Mapping) and table.get("label") for table in tables)
-    if parts is not None:
+    task, target, options = config.train.task, config.train.target, config.data.options
+    if parts is None:
+        tables = [table for table in _mapping(options.get("edges")).values() if isinstance(table, Mapping)]
+        labelled = any(table.get("label") for table in tables)
+        # Links are held out to be predicted by an option, or by the split of an edge table.
+        unlabelled = [table for table in tables if not table.get("label")]
+        held_out = any(table.get(key) for table in unlabelled for key in ("split", "val_files", "test_files"))
+        held_out = held_out or any(options.get(name) is not None for name in ("hold_out", "hold_out_split"))
+    else:
+        held_out = parts.links_held_out
         labelled = any({"y", "edge_split"} <= set(spec.attrs) for spec in parts.edges.values())
     of_edges = task == "link" or task.startswith("edge-")
     if not of_edges and not (task == "auto" and (held_out or labelled or "__" in (target or ""))):
         if parts is not None:
-            _check_train_seeds(config, parts)
-            _check_labels(config, parts)
+            _check_train_nodes(config, parts)
         elif config.data.dataset == "tables" and not config.data.serving:
-            _check_splits(config.data)
+            # A node table needs a split. Wrong options are left to the partitioner, which explains them.
+            given = [*_mapping(options.get("nodes")).values(), *_mapping(options.get("tasks")).values()]
+            well_formed = bool(given) and all(isinstance(table, Mapping) for table in given)
+            if well_formed and not any("split" in table for table in given):
+                raise UsageError(
+                    "data.options: no node table has a split, so there are no nodes to train on; nothing was sent. "
+                    "Give a table label and split, or predict links: data.options.hold_out, or a split of the edge "
+                    "table, and train.task: link (docs/data.md)"
+                )
     if parts is not None:
         _check_attrs(config, parts)
 
@@ -64,17 +83,6 @@ def check_model_class(train: TrainConfig, parts: PartitionFiles | None) -> None:
         raise UsageError(f"train.{error}; nothing was sent") from None
 
 
-def _check_model(config: ClusterConfig, parts: PartitionFiles | None) -> None:
-    model, hetero = config.train.model, is_hetero(config.data) if parts is None else parts.hetero
-    if model not in _HOMOGENEOUS_MODELS or not hetero:
-        return
-    graph = config.data.source or config.data.dataset or (parts.dataset if parts else "")
-    raise UsageError(
-        f"train.model: {model} is for homogeneous graphs, and {graph} has several types of nodes or edges; nothing was "
-        f"sent. Set train.model to {_TYPED}"
-    )
-
-
 def is_hetero(data: DataConfig) -> bool | None:
     """Return whether the dataset of ``data`` is heterogeneous; None if the config does not tell."""
     if data.serving:
@@ -92,14 +100,6 @@ def is_hetero(data: DataConfig) -> bool | None:
     return _HETERO.get(data.dataset)
 
 
-def _holds_out(options: Mapping[str, Any]) -> bool:
-    """Return whether links are held out to be predicted: by an option, or by the split of an edge table."""
-    tables = [table for table in _mapping(options.get("edges")).values() if isinstance(table, Mapping)]
-    unlabelled = [table for table in tables if not table.get("label")]
-    given = any(table.get(key) for table in unlabelled for key in ("split", "val_files", "test_files"))
-    return given or any(options.get(name) is not None for name in ("hold_out", "hold_out_split"))
-
-
 def _mapping(value: Any) -> Mapping[str, Any]:
     """Return an option as a mapping, parsed if it is JSON text; {} if it is neither a mapping nor JSON."""
     if isinstance(value, str):
@@ -110,22 +110,12 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _check_splits(data: DataConfig) -> None:
-    """Raise UsageError if no node table has a split. Wrong options are left to the partitioner, which explains them."""
-    tables = [*_mapping(data.options.get("nodes")).values(), *_mapping(data.options.get("tasks")).values()]
-    if not tables or not all(isinstance(table, Mapping) for table in tables):
-        return
-    if not any("split" in table for table in tables):
-        raise UsageError(
-            "data.options: no node table has a split, so there are no nodes to train on; nothing was sent. Give a "
-            "table label and split, or predict links: data.options.hold_out, or a split of the edge table, and "
-            "train.task: link (docs/data.md)"
-        )
+def _check_train_nodes(config: ClusterConfig, parts: PartitionFiles) -> None:
+    """Raise UsageError if the parts have no train seeds, or a setting of the task does not fit their labels.
 
-
-def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError if the parts have no train seeds. If ``train.target`` is set, only its train seeds count."""
-    target = config.train.target
+    If ``train.target`` is set, only its train seeds count.
+    """
+    train, target = config.train, config.train.target
     if target is not None and parts.nodes and target not in {**parts.nodes, **parts.edges}:
         raise UsageError(f"train.target: there is no {target} in {parts.dataset}; it has {', '.join(parts.nodes)}")
     trained = {name: spec.splits.get("train", 0) for name, spec in parts.nodes.items()}
@@ -133,19 +123,15 @@ def _check_train_seeds(config: ClusterConfig, parts: PartitionFiles) -> None:
         seeds, whose, where = trained[target], f"node type {target} has", f" of {target}"
     else:
         seeds, whose, where = sum(trained.values()), "the graph has", ""
-    if seeds or not trained:
-        return
-    raise UsageError(
-        f"{config.data.source or parts.dataset}: {whose} no train split, which the bundled trainer needs (parts in "
-        f"{parts.folder}); nothing was sent. Add train_idx or train_mask{where} to the graph (docs/data.md), set "
-        "train.task to link to predict links, or run a script of your own on these parts: gnnfleet launch -- python "
-        "SCRIPT"
-    )
+    if trained and not seeds:
+        raise UsageError(
+            f"{config.data.source or parts.dataset}: {whose} no train split, which the bundled trainer needs (parts "
+            f"in {parts.folder}); nothing was sent. Add train_idx or train_mask{where} to the graph (docs/data.md), "
+            "set train.task to link to predict links, or run a script of your own on these parts: gnnfleet launch -- "
+            "python SCRIPT"
+        )
 
-
-def _check_labels(config: ClusterConfig, parts: PartitionFiles) -> None:
-    """Raise UsageError for a setting of the task that does not fit the labels of the nodes that are trained on."""
-    train, problem = config.train, ""
+    problem = ""
     able = {name: spec for name, spec in parts.nodes.items() if "y" in spec.attrs and spec.splits.get("train")}
     names = [train.target] if train.target is not None else [*able]
     if len(names) != 1 or names[0] not in able or able[names[0]].num_classes is None:
@@ -165,18 +151,12 @@ def _check_labels(config: ClusterConfig, parts: PartitionFiles) -> None:
         problem = f"train.class_weights: {len(train.class_weights)} numbers, but {of} has {classes} classes"
     if wrong := [metric for metric in chosen if metric not in (*known, "loss")]:
         problem = f"train: no metric {wrong[0]!r} for y of {of}; there are {', '.join(known)}"
-    problem = problem or _without_val(config, spec, of)
+    plateau = train.schedule is not None and train.schedule.name == "plateau"
+    for key, needs_val in (("early_stop", train.early_stop is not None), ("schedule", plateau)):
+        if not problem and needs_val and not spec.splits.get("val"):
+            problem = f"train.{key}: needs evaluations on val, but {of} has no val split"
     if problem:
         raise UsageError(f"{problem}; nothing was sent")
-
-
-def _without_val(config: ClusterConfig, spec: NodesSpec, of: str) -> str:
-    train = config.train
-    plateau = train.schedule is not None and train.schedule.name == "plateau"
-    for key, given in (("early_stop", train.early_stop is not None), ("schedule", plateau)):
-        if given and not spec.splits.get("val"):
-            return f"train.{key}: needs evaluations on val, but {of} has no val split"
-    return ""
 
 
 def _check_attrs(config: ClusterConfig, parts: PartitionFiles) -> None:

@@ -54,7 +54,11 @@ def wrapped(
     program = PROGRAMS[place[0]]
     options = [word.format(ids=ids) for word in program.more if ids or "{ids}" not in word]
     if program.bind:
-        options += [program.bind.format(folder) for folder in dict.fromkeys((*program.folders, *_outermost(folders)))]
+        given = list(filter(None, folders))  # of these, not those that lie in another one
+        outermost = [
+            one for one in given if not any(one.startswith(other.rstrip("/") + "/") for other in given if other != one)
+        ]
+        options += [program.bind.format(folder) for folder in dict.fromkeys((*program.folders, *outermost))]
     if program.env:
         options += [program.env.format(name) for name in sorted(variables)]
     return (*wrap[: place[1]], *options, *wrap[place[1] :])
@@ -69,9 +73,3 @@ def _options_at(wrap: tuple[str, ...]) -> tuple[str, int] | None:
         if program and program.subcommand in wrap[index + 1 :]:
             return name, wrap.index(program.subcommand, index + 1) + 1
     return None
-
-
-def _outermost(folders: Collection[str]) -> list[str]:
-    """Return the folders without those that lie in another one, in the same order."""
-    given = list(filter(None, folders))
-    return [one for one in given if not any(one.startswith(other.rstrip("/") + "/") for other in given if other != one)]

@@ -94,7 +94,15 @@ class SshLogin(AuthStrategy):
 
     def get_sources(self) -> Iterator[_Offer]:
         # Unless the config names a key, a password comes first: servers count each refused key as a failure.
-        user, passwords = self.host.user, list(self._passwords())
+        # Of passwords, ``keyboard-interactive`` is last, as the host may use it to ask for a one-time code.
+        user, passwords = self.host.user, list[_Offer]()
+        if self.credentials.password is not None:
+            secret = self.credentials.password.reveal()
+            for method, attempt in (
+                ("password", lambda ssh: ssh.auth_password(user, secret, fallback=False)),
+                ("keyboard-interactive", lambda ssh: ssh.auth_interactive(user, _answering(secret))),
+            ):
+                passwords.append(_Offer(user, method, "the password", attempt))
         yield from () if self.credentials.key else passwords
         if self.host.uses_keys or self.credentials.key:
             for key, label in self._keys():
@@ -154,15 +162,6 @@ class SshLogin(AuthStrategy):
                 if not transport.is_active():
                     raise
         raise LoginRefused(tried, allowed or (), [path for path in self.files if is_locked(path)], self.credentials)
-
-    def _passwords(self) -> Iterator[_Offer]:
-        # ``keyboard-interactive`` comes last, as the host may use it to ask for a one-time code.
-        if self.credentials.password is not None:
-            user, secret = self.host.user, self.credentials.password.reveal()
-            yield _Offer(user, "password", "the password", lambda ssh: ssh.auth_password(user, secret, fallback=False))
-            yield _Offer(
-                user, "keyboard-interactive", "the password", lambda ssh: ssh.auth_interactive(user, _answering(secret))
-            )
 
     def _keys(self) -> Iterator[tuple[paramiko.PKey, str]]:
         """Yield the keys to offer, each with its label.

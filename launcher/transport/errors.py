@@ -75,13 +75,46 @@ def _explain(failed: HopFailed, route: Route, timeout: float) -> tuple[type[Tran
     if isinstance(error, paramiko.AuthenticationException) or failed.reached:
         return AuthError, f"the host closed the connection during login of {host.user} ({error})", _by_hand(host)
     if isinstance(error, paramiko.ChannelException):
-        return UnreachableError, *_through_jump(error, host, route)
-    what = _unreachable(error, host, timeout)
-    return (
-        (UnreachableError, *what)
-        if what
-        else (SshFailed, f"SSH failed: {error or type(error).__name__}", _by_hand(host))
-    )
+        via = route[route.index(host) - 1]
+        return (
+            UnreachableError,
+            f"{via.target} could not open a connection to {host.host}:{host.port} ({error.text})",
+            f"try `ssh {via.ssh_arguments} nc -z {host.host} {host.port}`; "
+            f"sshd on {via.host} needs `AllowTcpForwarding yes`",
+        )
+    if isinstance(error, socket.gaierror):
+        return UnreachableError, f"host name {host.host} cannot be resolved", "check `host`, /etc/hosts or DNS"
+    if isinstance(error, TimeoutError):
+        return (
+            UnreachableError,
+            f"no answer on port {host.port} within {timeout:g} s",
+            "check that the machine is up and that no firewall blocks the port, or raise `run.connect_timeout`",
+        )
+    if isinstance(error, ConnectionRefusedError):
+        what = f"connection refused on port {host.port}"
+        return UnreachableError, what, "check that sshd runs there and listens on that port"
+    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        what = f"no route to {host.host}"
+        return UnreachableError, what, "check that the machine is up and in a network that you can reach"
+    if host.proxy_command and (was_dropped(error) or "protocol banner" in str(error)):
+        return (
+            UnreachableError,
+            f"ProxyCommand `{host.proxy_command}` ended without a connection to an SSH server",
+            "run it in a shell; it must print `SSH-2.0-…`",
+        )
+    if "protocol banner" in str(error) and isinstance(error.__context__, TimeoutError):
+        return UnreachableError, f"port {host.port} is open, but no SSH server answers there", "check `port`"
+    if "No existing session" in str(error):
+        remedy = "the machine may be overloaded; raise `run.connect_timeout`"
+        return UnreachableError, f"the SSH key exchange took more than {timeout:g} s", remedy
+    if was_dropped(error):
+        return (
+            UnreachableError,
+            f"port {host.port} accepted the connection, then closed it before login "
+            f"({str(error).partition('[')[0].strip()})",
+            "check that sshd listens there; a busy sshd refuses more logins (MaxStartups), and fail2ban may block you",
+        )
+    return SshFailed, f"SSH failed: {error or type(error).__name__}", _by_hand(host)
 
 
 def _by_hand(host: SshHost) -> str:
@@ -89,7 +122,16 @@ def _by_hand(host: SshHost) -> str:
 
 
 def _refused(error: LoginRefused, host: SshHost, is_node: bool) -> tuple[type[TransportError], str, str]:
-    tried, by_hand = _tried(error, host), _by_hand(host)
+    # What was tried, and what could not be, as ``tried the ssh-agent's key; no key in /home/alice/.ssh``.
+    agent = "no key in the ssh-agent" if host.agent and os.path.exists(host.agent) else "no ssh-agent"
+    missing = [] if any("agent" in each for each in error.tried) else [agent]
+    if not (error.locked or any(os.path.sep in each for each in error.tried)):
+        folders = dict.fromkeys(os.path.dirname(path) for path in host.identity_files)
+        missing += [f"no key in {folder}" for folder in folders]
+    offered = ", ".join(dict.fromkeys(error.tried))
+    tried = "tried " + ("; ".join([offered, *missing]) if offered else "nothing: " + ", ".join(missing))
+
+    by_hand = _by_hand(host)
     if error.wants_password:
         what = f"the host accepted the key of {host.user} and also requires a password"
         return PasswordRefused, what, "enter it when asked"
@@ -114,53 +156,3 @@ def _refused(error: LoginRefused, host: SshHost, is_node: bool) -> tuple[type[Tr
     others = "`key` or `password: true`" if is_node else "its IdentityFile in ~/.ssh/config"
     remedy = f"`ssh-copy-id {host.ssh_arguments}`, or set {others}; {by_hand}"
     return AuthError, f"no key was accepted for {host.user} ({tried})", remedy
-
-
-def _tried(error: LoginRefused, host: SshHost) -> str:
-    agent = "no key in the ssh-agent" if host.agent and os.path.exists(host.agent) else "no ssh-agent"
-    missing = [] if any("agent" in each for each in error.tried) else [agent]
-    if not (error.locked or any(os.path.sep in each for each in error.tried)):
-        folders = dict.fromkeys(os.path.dirname(path) for path in host.identity_files)
-        missing += [f"no key in {folder}" for folder in folders]
-    offered = ", ".join(dict.fromkeys(error.tried))
-    return "tried " + ("; ".join([offered, *missing]) if offered else "nothing: " + ", ".join(missing))
-
-
-def _through_jump(error: paramiko.ChannelException, host: SshHost, route: Route) -> tuple[str, str]:
-    via = route[route.index(host) - 1]
-    return (
-        f"{via.target} could not open a connection to {host.host}:{host.port} ({error.text})",
-        f"try `ssh {via.ssh_arguments} nc -z {host.host} {host.port}`; "
-        f"sshd on {via.host} needs `AllowTcpForwarding yes`",
-    )
-
-
-def _unreachable(error: Exception, host: SshHost, timeout: float) -> tuple[str, str] | None:
-    if isinstance(error, socket.gaierror):
-        return f"host name {host.host} cannot be resolved", "check `host`, /etc/hosts or DNS"
-    if isinstance(error, TimeoutError):
-        return (
-            f"no answer on port {host.port} within {timeout:g} s",
-            "check that the machine is up and that no firewall blocks the port, or raise `run.connect_timeout`",
-        )
-    if isinstance(error, ConnectionRefusedError):
-        return f"connection refused on port {host.port}", "check that sshd runs there and listens on that port"
-    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return f"no route to {host.host}", "check that the machine is up and in a network that you can reach"
-    if host.proxy_command and (was_dropped(error) or "protocol banner" in str(error)):
-        return (
-            f"ProxyCommand `{host.proxy_command}` ended without a connection to an SSH server",
-            "run it in a shell; it must print `SSH-2.0-…`",
-        )
-    if "protocol banner" in str(error) and isinstance(error.__context__, TimeoutError):
-        return f"port {host.port} is open, but no SSH server answers there", "check `port`"
-    if "No existing session" in str(error):
-        remedy = "the machine may be overloaded; raise `run.connect_timeout`"
-        return f"the SSH key exchange took more than {timeout:g} s", remedy
-    if was_dropped(error):
-        return (
-            f"port {host.port} accepted the connection, then closed it before login "
-            f"({str(error).partition('[')[0].strip()})",
-            "check that sshd listens there; a busy sshd refuses more logins (MaxStartups), and fail2ban may block you",
-        )
-    return None

@@ -141,17 +141,11 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
                 )
             )
         if self.mode in ("yes", "ask"):
-            raise self._unknown(key)
-        self._add(key)
-
-    def _refuse(self, error: HostKeyError) -> None:
-        if self.mode != "no":
-            raise error
-        self.distrust = HostKeyError(
-            f"{error.message}; no password was sent to it", remedy=error.remedy, code=error.code
-        )
-
-    def _add(self, key: paramiko.PKey) -> None:
+            raise HostKeyError(
+                f"host key of {self.name} is not known: {_shown(key)}",
+                remedy=f"{_compare(key)}, then store the key with {self._store()}; or set `host_keys: accept-new`",
+                code="host-key-unknown",
+            )
         try:
             # The file is locked, as other threads and processes may append, too.
             path = self.files[0]
@@ -171,11 +165,11 @@ class HostKeyCheck(paramiko.MissingHostKeyPolicy):
                 remedy="make that file writable, or set UserKnownHostsFile in ~/.ssh/config",
             ) from error
 
-    def _unknown(self, key: paramiko.PKey) -> HostKeyError:
-        return HostKeyError(
-            f"host key of {self.name} is not known: {_shown(key)}",
-            remedy=f"{_compare(key)}, then store the key with {self._store()}; or set `host_keys: accept-new`",
-            code="host-key-unknown",
+    def _refuse(self, error: HostKeyError) -> None:
+        if self.mode != "no":
+            raise error
+        self.distrust = HostKeyError(
+            f"{error.message}; no password was sent to it", remedy=error.remedy, code=error.code
         )
 
     def _store(self) -> str:

@@ -119,7 +119,14 @@ class OpenSshTransport(RemoteTransport):
         self._cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
         control = ["-S", str(folder / "control")]
         asked, environment = self._askpass(folder, route[-1])
-        options = {**_MASTER, **asked, **self._checking(route[-1]), "ConnectTimeout": str(math.ceil(timeout))}
+        # ``ask`` becomes ``yes`` (refuse unknown keys), as this ssh process cannot ask the user.
+        mode, files = checking_mode(self.host_keys, route[-1]), route[-1].known_hosts
+        checking = {"StrictHostKeyChecking": {"ask": "yes", "insecure": "no"}.get(mode, mode)}
+        if mode == "insecure":
+            checking |= {"UserKnownHostsFile": os.devnull, "GlobalKnownHostsFile": os.devnull}
+        elif not is_home_of_passwd():
+            checking["UserKnownHostsFile"] = " ".join(f'"{path}"' for path in files[:-2] or files)
+        options = {**_MASTER, **asked, **checking, "ConnectTimeout": str(math.ceil(timeout))}
         key = ["-i", self.credentials.key] if self.credentials.key else []
         # The session's first line shows that the login is complete; it ends when the launcher closes its stdin.
         self._master = subprocess.Popen(
@@ -161,15 +168,6 @@ class OpenSshTransport(RemoteTransport):
         display = os.environ.get("DISPLAY", ":0")  # older clients ignore SSH_ASKPASS without DISPLAY
         environment = {"SSH_ASKPASS": str(program), "SSH_ASKPASS_REQUIRE": "force", "DISPLAY": display}
         return {"BatchMode": "no", "NumberOfPasswordPrompts": "1"}, environment
-
-    def _checking(self, host: SshHost) -> dict[str, str]:
-        # ``ask`` becomes ``yes`` (refuse unknown keys), as this ssh process cannot ask the user.
-        mode = checking_mode(self.host_keys, host)
-        if mode == "insecure":
-            return {"StrictHostKeyChecking": "no", "UserKnownHostsFile": os.devnull, "GlobalKnownHostsFile": os.devnull}
-        known = " ".join(f'"{path}"' for path in host.known_hosts[:-2] or host.known_hosts)
-        own_files = {} if is_home_of_passwd() else {"UserKnownHostsFile": known}
-        return {"StrictHostKeyChecking": {"ask": "yes"}.get(mode, mode), **own_files}
 
     def _login_error(self, output: str, host: SshHost, timeout: float) -> TransportError:
         last = output.splitlines()[-1] if output else f"no answer within {timeout:g} s"

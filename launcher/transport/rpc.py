@@ -21,7 +21,7 @@ from typing import Any
 from launcher.command import Command
 from launcher.errors import NodeCallError, TransportError
 from launcher.node.programs.agent import MARKER
-from launcher.transport.base import Completed, Transport
+from launcher.transport.base import Transport
 
 _OLDEST = (3, 8)  # oldest Python that can run the programs; training needs a newer one
 
@@ -142,7 +142,16 @@ class NodeAgent:
                     if isinstance(answer.get("error", ""), str) and math.isfinite(received) and math.isfinite(sent):
                         return dict(answer)
                 raise NodeCallError(f"invalid reply from {self._python}: {text[:_SHOWN]!r}", **_where(self._transport))
-        raise _ended(self._talk.ended(), self._python, self._transport)
+
+        # The process has ended.
+        done, where = self._talk.ended(), _where(self._transport)
+        stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        if done.returncode in (126, 127):
+            why = stderr[-1] if stderr else "not found"
+            remedy = "set `python`, `venv` or `conda` of this node to an existing Python"
+            raise NodeCallError(f"cannot run {self._python} ({why})", remedy=remedy, **where)
+        last = "\n    ".join(stderr[-5:]) or "it printed nothing"
+        raise NodeCallError(f"{self._python} ended with status {done.returncode}:\n    {last}", **where)
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
@@ -165,17 +174,6 @@ def call(transport: Transport, python: Command, program: str, request: dict[str,
     """
     with NodeAgent(transport, python) as agent:
         return agent.call(program, json.loads(json.dumps(request)), timeout)
-
-
-def _ended(done: Completed, python: str, transport: Transport) -> NodeCallError:
-    stderr = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    where: dict[str, Any] = _where(transport)
-    if done.returncode in (126, 127):
-        why = stderr[-1] if stderr else "not found"
-        remedy = "set `python`, `venv` or `conda` of this node to an existing Python"
-        return NodeCallError(f"cannot run {python} ({why})", remedy=remedy, **where)
-    last = "\n    ".join(stderr[-5:]) or "it printed nothing"
-    return NodeCallError(f"{python} ended with status {done.returncode}:\n    {last}", **where)
 
 
 def _where(transport: Transport) -> dict[str, Any]:

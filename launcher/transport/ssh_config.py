@@ -266,13 +266,32 @@ def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -
 
     host, number = value("hostname", name), port or int(value("port", "22"))
     login = user or value("user", getpass.getuser())
-    tokens = _tokens(name, host, number, login, value("hostkeyalias"))
+    # Tokens such as ``%h``, without those that only OpenSSH supports.
+    machine = socket.gethostname()
+    tokens = {
+        "%": "%",
+        "d": os.path.expanduser("~"),
+        "h": host,
+        "i": str(os.getuid()),
+        "k": value("hostkeyalias") or name,
+        "l": machine,
+        "L": machine.partition(".")[0],
+        "n": name,
+        "p": str(number),
+        "r": login,
+        "u": getpass.getuser(),
+    }
 
     def paths(*keywords: str, split: bool = False) -> tuple[str, ...]:
         texts = [text for keyword in keywords for text in options.get(keyword, ())]
         words = [word for text in texts for word in shlex.split(text)] if split else texts
         return tuple(dict.fromkeys(_path(word, tokens) for word in words if split or word.lower() != "none"))
 
+    agent = options.get("identityagent", ["SSH_AUTH_SOCK"])[0]  # a path, ``$VARIABLE``, ``SSH_AUTH_SOCK`` or ``none``
+    if agent == "SSH_AUTH_SOCK" or re.fullmatch(r"\$\w+", agent):
+        agent = os.environ.get(agent.lstrip("$"), "")
+    else:
+        agent = "" if agent.lower() == "none" else _path(agent, tokens)
     command = value("proxycommand")
     jump = _JUMP.fullmatch(command)
     resolved = SshHost(
@@ -284,7 +303,7 @@ def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -
         proxy_command="" if jump else _filled(command, tokens),
         identity_files=paths("identityfile"),
         certificate_files=paths("certificatefile"),
-        agent=_agent(options.get("identityagent", ["SSH_AUTH_SOCK"])[0], tokens),
+        agent=agent,
         identities_only=value("identitiesonly") in ("yes", "true"),
         uses_keys=value("pubkeyauthentication", "yes") not in ("no", "false")
         and "publickey" in value("preferredauthentications", "publickey").split(","),
@@ -303,24 +322,6 @@ def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -
     return resolved
 
 
-def _tokens(name: str, host: str, port: int, user: str, key_alias: str) -> Mapping[str, str]:
-    """Return the values of tokens such as ``%h`` in ssh_config, without those that only OpenSSH supports."""
-    machine = socket.gethostname()
-    return {
-        "%": "%",
-        "d": os.path.expanduser("~"),
-        "h": host,
-        "i": str(os.getuid()),
-        "k": key_alias or name,
-        "l": machine,
-        "L": machine.partition(".")[0],
-        "n": name,
-        "p": str(port),
-        "r": user,
-        "u": getpass.getuser(),
-    }
-
-
 def _filled(text: str, tokens: Mapping[str, str]) -> str:
     return re.sub(r"%(.)", lambda found: tokens.get(found[1], found[0]), text)
 
@@ -330,16 +331,6 @@ def _path(text: str, tokens: Mapping[str, str]) -> str:
         return os.devnull
     variables = re.sub(r"\$\{(\w+)\}", lambda found: os.environ.get(found[1], ""), text)
     return os.path.expanduser(_filled(variables, tokens))
-
-
-def _agent(value: str, tokens: Mapping[str, str]) -> str:
-    """Return the path of the socket of ssh-agent; "" for none.
-
-    ``value``: ssh_config's IdentityAgent, which is a path, ``$VARIABLE``, ``SSH_AUTH_SOCK`` or ``none``.
-    """
-    if value == "SSH_AUTH_SOCK" or re.fullmatch(r"\$\w+", value):
-        return os.environ.get(value.lstrip("$"), "")
-    return "" if value.lower() == "none" else _path(value, tokens)
 
 
 def _split_destination(text: str) -> tuple[str | None, str, int | None]:

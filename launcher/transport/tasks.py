@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from fabric import Connection, ThreadingGroup
+from fabric import ThreadingGroup
 
 from launcher.config.loader import load_config
-from launcher.config.schema import ClusterConfig
 from launcher.errors import TransportError, UsageError
-from launcher.transport import Transport, close_all, connect_all
+from launcher.transport import close_all, connect_all
 from launcher.transport.ssh import SshTransport
 
 
@@ -40,15 +39,14 @@ def cluster_group(path: str | Path, overrides: Sequence[str] = ()) -> Iterator[T
         raise UsageError(f"{path} has `transport: local`, so there are no SSH connections for a fabric group")
     opened = connect_all(config)
     try:
-        yield ThreadingGroup.from_connections(_connection(config, k, node) for k, node in opened.items())
+        connections = []
+        for k, node in opened.items():
+            if isinstance(node, TransportError):
+                raise node
+            if not isinstance(node, SshTransport) or node.connection is None:
+                raise UsageError(f"{node.target} is reached by OpenSSH's own client, which fabric cannot use")
+            node.connection.host = config.nodes[k].host
+            connections.append(node.connection)
+        yield ThreadingGroup.from_connections(connections)
     finally:
         close_all(opened)
-
-
-def _connection(config: ClusterConfig, node_rank: int, opened: Transport | TransportError) -> Connection:
-    if isinstance(opened, TransportError):
-        raise opened
-    if not isinstance(opened, SshTransport) or opened.connection is None:
-        raise UsageError(f"{opened.target} is reached by OpenSSH's own client, which fabric cannot use")
-    opened.connection.host = config.nodes[node_rank].host
-    return opened.connection

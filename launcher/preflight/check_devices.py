@@ -74,7 +74,9 @@ def is_free(gpu: Mapping[str, Any], leases: Sequence[Mapping[str, Any]]) -> bool
 def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
     wanted, gpus = survey.config.nodes[k].devices, survey.probes[k]["gpus"]
     if not wanted:
-        yield from _mixed(survey, k)
+        if survey.config.nodes[k].trains and not survey.own_command and survey.devices_take_equal_shares:
+            message = "trains on its CPU as many seeds per step as the nodes with devices, which wait for it"
+            yield survey.finding(k, "warn", "devices", message, "set a smaller `batch_share`, or leave the node out")
         return
     for message, remedy in logged_faults(survey.probes[k]):
         yield survey.finding(k, "warn", "devices", message, remedy, code="gpu-fault")
@@ -91,28 +93,28 @@ def device_findings(survey: Survey, k: int) -> Iterator[Finding]:
         message = f"no CUDA device {', '.join(missing)}; the host has {len(gpus)}, numbered from 0"
         yield survey.finding(k, "block", "devices", message, "correct `devices`; `nvidia-smi -L` lists them")
     else:
-        found = [*_driver(survey, k), *_kernels(survey, k), *_shared(survey, k, there)]
+        found: list[Finding] = []
+        cuda, driver = survey.version(k, "cuda"), str(survey.probes[k]["driver"])
+        oldest = OLDEST_DRIVER.get(cuda.split(".")[0], 0)
+        if driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < oldest:
+            message = f"driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest} or newer"
+            remedy = "update the driver, or install torch for an older CUDA"
+            found.append(survey.finding(k, "block", "devices", message, remedy))
+        found += _kernels(survey, k)
+
+        # NCCL would refuse a device that two nodes share.
+        for j in survey.same_machine(k):
+            theirs = [_find(device, survey.probes[j]["gpus"]) for device in survey.config.nodes[j].devices]
+            keys = {device.key for device in theirs if device is not None}
+            both = [str(device.given) for device in there if device.key in keys]
+            if j < k and both:
+                message = f"CUDA device {', '.join(both)} is also used by {survey.labels([j])} on the same machine"
+                found.append(survey.finding(k, "block", "devices", message, "give each node `devices` of its own"))
         found += [finding for device in there for finding in _device(survey, k, device)]
         yield from found
         if not any(finding.severity == "block" for finding in found):
             names = sorted({device.gpu["name"] + (" (MIG)" if device.instance else "") for device in there})
             yield survey.finding(k, "ok", "devices", f"{len(wanted)} × {', '.join(names)}")
-
-
-def _mixed(survey: Survey, k: int) -> Iterator[Finding]:
-    """Yield a warning for a node that trains on its CPU with as many seeds per step as nodes with devices."""
-    if survey.own_command or not survey.config.nodes[k].trains or not survey.devices_take_equal_shares:
-        return
-    message = "trains on its CPU as many seeds per step as the nodes with devices, which wait for it"
-    yield survey.finding(k, "warn", "devices", message, "set a smaller `batch_share`, or leave the node out")
-
-
-def _driver(survey: Survey, k: int) -> Iterator[Finding]:
-    cuda, driver = survey.version(k, "cuda"), str(survey.probes[k]["driver"])
-    oldest = OLDEST_DRIVER.get(cuda.split(".")[0], 0)
-    if driver.split(".")[0].isdigit() and int(driver.split(".")[0]) < oldest:
-        message = f"driver {driver} is too old for torch's CUDA {cuda}, which needs {oldest} or newer"
-        yield survey.finding(k, "block", "devices", message, "update the driver, or install torch for an older CUDA")
 
 
 def _kernels(survey: Survey, k: int) -> Iterator[Finding]:
@@ -138,17 +140,6 @@ def _kernels(survey: Survey, k: int) -> Iterator[Finding]:
     yield survey.finding(k, severity, "packages", message, command="; ".join([*node.setup, pip]))
 
 
-def _shared(survey: Survey, k: int, devices: Sequence[_Device]) -> Iterator[Finding]:
-    # NCCL would refuse a device that two nodes share.
-    for j in survey.same_machine(k):
-        theirs = [_find(device, survey.probes[j]["gpus"]) for device in survey.config.nodes[j].devices]
-        keys = {device.key for device in theirs if device is not None}
-        both = [str(device.given) for device in devices if device.key in keys]
-        if j < k and both:
-            message = f"CUDA device {', '.join(both)} is also used by {survey.labels([j])} on the same machine"
-            yield survey.finding(k, "block", "devices", message, "give each node `devices` of its own")
-
-
 def _device(survey: Survey, k: int, device: _Device) -> Iterator[Finding]:
     leases = [lease for lease in survey.probes[k]["leases"] if device.leases.intersection(lease["needs"])]
     for lease in leases:
@@ -157,26 +148,21 @@ def _device(survey: Survey, k: int, device: _Device) -> Iterator[Finding]:
         yield survey.finding(k, "block", "devices", f"{device.name} is {lease['words']}", remedy, held_by=run_id)
     if not leases and not device.instance:  # nvidia-smi reports the memory of whole GPUs
         memory = f"{size(device.gpu['used'] * _MIB)} of {size(device.gpu['memory'] * _MIB)} used"
-        who = (
-            "; ".join(_holder(holder) for holder in device.gpu["holders"])
-            or "by processes that are not visible to your login"
-        )
+        holders = []
+        for holder in device.gpu["holders"]:
+            user = f" of {holder['user']}" if holder.get("user") else ""
+            since = holder.get("since")
+            began = time.strftime(" since %Y-%m-%d %H:%M UTC", time.gmtime(since)) if since else ""
+            used = size(holder["memory"] * _MIB)
+            holders.append(f"{used} by pid {holder['pid']}{user}{began}: {holder['command']}")
+        who = "; ".join(holders) or "by processes that are not visible to your login"
         remedy = "wait, end the processes that use it, or use other `devices`"
         if not is_free(device.gpu, ()):
             yield survey.finding(k, "block", "devices", f"{device.name} is not free: {memory}, {who}", remedy)
         elif device.gpu["holders"]:
             yield survey.finding(k, "warn", "devices", f"{device.name} is shared: {memory}, {who}", remedy)
-    yield from _state(survey, k, device)
 
-
-def _holder(holder: Mapping[str, Any]) -> str:
-    user = f" of {holder['user']}" if holder.get("user") else ""
-    since = holder.get("since")
-    began = time.strftime(" since %Y-%m-%d %H:%M UTC", time.gmtime(since)) if since else ""
-    return f"{size(holder['memory'] * _MIB)} by pid {holder['pid']}{user}{began}: {holder['command']}"
-
-
-def _state(survey: Survey, k: int, device: _Device) -> Iterator[Finding]:
+    # Its state.
     node, name, gpu = survey.config.nodes[k], device.name, device.gpu
     if gpu["mode"] == "Prohibited":
         remedy = "run `sudo nvidia-smi -c DEFAULT` on the host"

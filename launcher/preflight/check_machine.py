@@ -19,8 +19,46 @@ _FILES_BASE, _FILES_PER_RANK = 256, 4  # open files of a process: base, and per 
 
 
 def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    for check in (_tmux, _run_id, _open_files, _clock, _names, _service_port, _leases, _shared_cpus, _leftovers):
-        yield from check(survey, k)
+    config, probe = survey.config, survey.probes[k]
+    yield from _tmux(survey, k)
+    if existing := probe["taken"]:
+        message = f"the run id is already in use: {existing} exists"
+        remedy = "choose another --run-id, or stop that run and remove its folder"
+        yield survey.finding(k, "block", "run id", message, remedy)
+
+    # A rank has a connection to each other rank and graph server.
+    needed = _FILES_BASE + _FILES_PER_RANK * survey.world_size
+    now, most = probe["open_files"], probe["open_files_most"]
+    if now < needed:
+        remedy = f"raise `nofile` in /etc/security/limits.conf of the host (its hard limit is {most}) and log in again"
+        if most >= needed:
+            remedy = f"add `ulimit -n {needed}` to `setup` of this node"
+        message = f"{now} open files allowed (ulimit -n), {needed} needed for {survey.world_size} processes"
+        yield survey.finding(k, "block", "open files", message, remedy)
+
+    offset = survey.clock_offsets[k]
+    if abs(offset) > _MAX_CLOCK_OFFSET:
+        side = "ahead of" if offset > 0 else "behind"
+        message = f"clock is {abs(offset):.0f} s {side} the launching machine's"
+        remedy = "no action needed: gnnfleet corrects times in logs; NTP would synchronise the clock"
+        yield survey.finding(k, "warn", "clock", message, remedy)
+    else:
+        yield survey.finding(k, "ok", "clock", "clock agrees with the launching machine's")
+
+    yield from _names(survey, k)
+    if serves(config, k):
+        yield _ports_finding(survey, k, "service port", service_candidates(config, k), "run.service_port")
+    if k == lead(config) and config.world_size:
+        yield _ports_finding(survey, k, "master port", master_candidates(config), "run.master_port")
+    if error := probe["lease_error"]:
+        message = f"leases of devices and ports cannot be checked: {error}"
+        yield survey.finding(k, "warn", "leases", message, "the run starts anyway")
+    yield from _shared_cpus(survey, k)
+    for run in probe["leftovers"]:
+        pids: list[Any] = run["pids"]
+        what = "a process" if len(pids) == 1 else f"{len(pids)} processes"
+        message = f"{what} of run {run['run_id']} still running without a supervisor: {', '.join(run['commands'])}"
+        yield survey.finding(k, "warn", "leftovers", message, "", f"kill -KILL {' '.join(map(str, pids))}")
 
 
 def _tmux(survey: Survey, k: int) -> Iterator[Finding]:
@@ -43,39 +81,6 @@ def _tmux(survey: Survey, k: int) -> Iterator[Finding]:
         yield survey.finding(k, "ok", "tmux", f"tmux {version}")
 
 
-def _run_id(survey: Survey, k: int) -> Iterator[Finding]:
-    existing = survey.probes[k]["taken"]
-    if existing:
-        message = f"the run id is already in use: {existing} exists"
-        remedy = "choose another --run-id, or stop that run and remove its folder"
-        yield survey.finding(k, "block", "run id", message, remedy)
-
-
-def _open_files(survey: Survey, k: int) -> Iterator[Finding]:
-    # A rank has a connection to each other rank and graph server.
-    needed = _FILES_BASE + _FILES_PER_RANK * survey.world_size
-    now, most = survey.probes[k]["open_files"], survey.probes[k]["open_files_most"]
-    if now >= needed:
-        return
-    if most >= needed:
-        remedy = f"add `ulimit -n {needed}` to `setup` of this node"
-    else:
-        remedy = f"raise `nofile` in /etc/security/limits.conf of the host (its hard limit is {most}) and log in again"
-    message = f"{now} open files allowed (ulimit -n), {needed} needed for {survey.world_size} processes"
-    yield survey.finding(k, "block", "open files", message, remedy)
-
-
-def _clock(survey: Survey, k: int) -> Iterator[Finding]:
-    offset = survey.clock_offsets[k]
-    if abs(offset) > _MAX_CLOCK_OFFSET:
-        side = "ahead of" if offset > 0 else "behind"
-        message = f"clock is {abs(offset):.0f} s {side} the launching machine's"
-        remedy = "no action needed: gnnfleet corrects times in logs; NTP would synchronise the clock"
-        yield survey.finding(k, "warn", "clock", message, remedy)
-    else:
-        yield survey.finding(k, "ok", "clock", "clock agrees with the launching machine's")
-
-
 def _names(survey: Survey, k: int) -> Iterator[Finding]:
     # The name of another machine must not resolve to a loopback address.
     for name, address in survey.probes[k]["names"].items():
@@ -94,14 +99,6 @@ def _names(survey: Survey, k: int) -> Iterator[Finding]:
             yield survey.finding(k, "block", "names", message, remedy, code="peer-name")
 
 
-def _service_port(survey: Survey, k: int) -> Iterator[Finding]:
-    config = survey.config
-    if serves(config, k):
-        yield _ports_finding(survey, k, "service port", service_candidates(config, k), "run.service_port")
-    if k == lead(config) and config.world_size:
-        yield _ports_finding(survey, k, "master port", master_candidates(config), "run.master_port")
-
-
 def _ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ...], setting: str) -> Finding:
     """Return a finding about a port of node ``k``, which blocks the run if no port in ``candidates`` is free.
 
@@ -113,13 +110,6 @@ def _ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ..
     ports = str(candidates[0]) if len(candidates) == 1 else f"{candidates[0]}–{candidates[-1]}"
     remedy = f"end that process, or set `{setting}` to another port"
     return survey.finding(k, "block", check, f"port {ports} is {busy[str(candidates[0])]}", remedy)
-
-
-def _leases(survey: Survey, k: int) -> Iterator[Finding]:
-    error = survey.probes[k]["lease_error"]
-    if error:
-        message = f"leases of devices and ports cannot be checked: {error}"
-        yield survey.finding(k, "warn", "leases", message, "the run starts anyway")
 
 
 def _shared_cpus(survey: Survey, k: int) -> Iterator[Finding]:
@@ -135,14 +125,6 @@ def _shared_cpus(survey: Survey, k: int) -> Iterator[Finding]:
         wait = "wait for that run by --wait" if held_by else "wait for that run"
         remedy = f"both runs get slower: {wait}, or stop it by `gnnfleet stop {run_id}`"
         yield survey.finding(k, "warn", "other runs", f"its CPUs are {words}", remedy, held_by=held_by)
-
-
-def _leftovers(survey: Survey, k: int) -> Iterator[Finding]:
-    for run in survey.probes[k]["leftovers"]:
-        pids: list[Any] = run["pids"]
-        what = "a process" if len(pids) == 1 else f"{len(pids)} processes"
-        message = f"{what} of run {run['run_id']} still running without a supervisor: {', '.join(run['commands'])}"
-        yield survey.finding(k, "warn", "leftovers", message, "", f"kill -KILL {' '.join(map(str, pids))}")
 
 
 def same_machine(survey: Survey) -> Iterator[Finding]:

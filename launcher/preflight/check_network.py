@@ -41,30 +41,14 @@ def network_findings(survey: Survey, result: Connectivity) -> Iterator[Finding]:
             yield survey.finding(k, "block", use, f"cannot listen on its {use}: {why}", remedy)
     groups = grouped(result.blocked, result.listening, result.reach)
     affected = {k for group in groups for k in (*group.sources, *group.targets)}
+    success = f"all {result.pairs:,} pairs reach each other"
+    if result.untested:
+        success = f"{result.pairs:,} of {result.pairs + result.untested:,} pairs tested, all reach each other"
+    if groups:
+        success = "all routes from and to this node are open"
     for k in result.listening:
         if k not in affected:
-            yield survey.finding(k, "ok", "network", _success(result, bool(groups)))
-    yield from _interfaces(survey, result)
-    for group in groups:
-        everyone = len(result.listening)
-        sources = _node_names(group.sources, everyone - len(group.targets) if len(group.targets) == 1 else everyone)
-        targets = _node_names(group.targets, everyone - 1 if len(group.sources) == 1 else everyone)
-        port = _port_text(result, group)
-        free = " on free ports" if group.use == FREE else ""
-        message = f"{sources} → {targets}{port} blocked{free}: {_REASONS.get(group.why, group.why)}"
-        node_rank = min(group.sources) if len(group.sources) == 1 else group.targets[0]
-        yield survey.finding(node_rank, "block", "network", message, _remedy(survey, result, group))
-
-
-def _success(result: Connectivity, others_blocked: bool) -> str:
-    if others_blocked:
-        return "all routes from and to this node are open"
-    if result.untested:
-        return f"{result.pairs:,} of {result.pairs + result.untested:,} pairs tested, all reach each other"
-    return f"all {result.pairs:,} pairs reach each other"
-
-
-def _interfaces(survey: Survey, result: Connectivity) -> Iterator[Finding]:
+            yield survey.finding(k, "ok", "network", success)
     for k, listeners in result.listening.items():
         address = result.address[k]
         name = interface_of(survey.probes[k], address)
@@ -78,6 +62,15 @@ def _interfaces(survey: Survey, result: Connectivity) -> Iterator[Finding]:
         else:
             message = f"traffic goes over {name} ({address}), as not all nodes reach {listeners.own[0]}"
             yield survey.finding(k, "ok", "interface", message)
+    for group in groups:
+        everyone = len(result.listening)
+        sources = _node_names(group.sources, everyone - len(group.targets) if len(group.targets) == 1 else everyone)
+        targets = _node_names(group.targets, everyone - 1 if len(group.sources) == 1 else everyone)
+        port = _port_text(result, group)
+        free = " on free ports" if group.use == FREE else ""
+        message = f"{sources} → {targets}{port} blocked{free}: {_REASONS.get(group.why, group.why)}"
+        node_rank = min(group.sources) if len(group.sources) == 1 else group.targets[0]
+        yield survey.finding(node_rank, "block", "network", message, _remedy(survey, result, group))
 
 
 # -- grouping ------------------------------------------------------------
@@ -106,10 +99,8 @@ def grouped(
     for one in blocked:
         if one.source not in isolated:
             sources[one.endpoint.node_rank, one.endpoint.use, one.why].add(one.source)
-    return groups + _by_sources(sources)
 
-
-def _by_sources(sources: Mapping[tuple[int, str, str], set[int]]) -> list[Group]:
+    # Targets with the same sources are one group, and so are the uses of a target that is closed altogether.
     closed: dict[tuple[int, frozenset[int], str], set[str]] = defaultdict(set)
     for (target, use, why), who in sources.items():
         others = frozenset(who - {target}) or frozenset([target])  # the lead node also connects to itself
@@ -119,7 +110,7 @@ def _by_sources(sources: Mapping[tuple[int, str, str], set[int]]) -> list[Group]
         for use in [_ALL] if which >= {SERVICE, FREE} else sorted(which):
             targets[others, use, why].append(target)
     found = [Group(who, tuple(sorted(ks)), use, why) for (who, use, why), ks in targets.items()]
-    return sorted(found, key=lambda group: (group.targets, group.use))
+    return groups + sorted(found, key=lambda group: (group.targets, group.use))
 
 
 # -- messages ------------------------------------------------------------
@@ -141,7 +132,13 @@ def _port_text(result: Connectivity, group: Group) -> str:
 
 
 def _remedy(survey: Survey, result: Connectivity, group: Group) -> str:
-    addresses = ", ".join(sorted({_address_of(survey, result, k, group.use) for k in group.targets})[:3])
+    found = set()
+    for k in group.targets:
+        if group.use == MASTER and survey.config.run.master_addr != "auto":
+            found.add(survey.config.run.master_addr)
+        else:
+            found.add(result.address[k] if group.use == FREE else result.listening[k].public or result.address[k])
+    addresses = ", ".join(sorted(found)[:3])
     hosts = spans(sorted(group.targets), "node")
     sources = spans(sorted(group.sources), "node")
     own = f"`address` or `interface` of {hosts}"
@@ -161,9 +158,3 @@ def _remedy(survey: Survey, result: Connectivity, group: Group) -> str:
     if group.why in ("stranger", "reset"):
         return f"another machine or a proxy answers at {addresses} (NAT?): set {own} so that it leads to {hosts}"
     return f"allow {ports} of {hosts} in the firewall, or, if {addresses} is another machine, set {own}"
-
-
-def _address_of(survey: Survey, result: Connectivity, k: int, use: str) -> str:
-    if use == MASTER and survey.config.run.master_addr != "auto":
-        return survey.config.run.master_addr
-    return result.address[k] if use == FREE else result.listening[k].public or result.address[k]

@@ -128,7 +128,11 @@ _SYSTEM = ("/usr/bin/", "/bin/")  # Pythons of the operating system, in which pi
 
 
 def package_findings(survey: Survey) -> Iterator[Finding]:
-    odd = _odd(survey)
+    odd: dict[int, list[Difference]] = {k: [] for k in survey.probes}
+    for rule in RULES:
+        scope = [k for k in survey.probes if not rule.devices or survey.config.nodes[k].devices]
+        for k, difference in differences(rule, {k: _version(survey, k, rule) for k in scope}).items():
+            odd[k].append(difference)
     for k in sorted(survey.probes):
         found = [*_python(survey, k, odd[k]), *_packages(survey, k, odd[k])]
         yield from found
@@ -137,15 +141,6 @@ def package_findings(survey: Survey) -> Iterator[Finding]:
             harmless = [f"{one.spoken} {one.found}, {one.usual} on {survey.labels(one.others)}" for one in odd[k]]
             more = f"; harmless differences: {'; '.join(harmless)}" if harmless else ""
             yield survey.finding(k, "ok", "versions", ", ".join(shown) + more)
-
-
-def _odd(survey: Survey) -> dict[int, list[Difference]]:
-    found: dict[int, list[Difference]] = {k: [] for k in survey.probes}
-    for rule in RULES:
-        scope = [k for k in survey.probes if not rule.devices or survey.config.nodes[k].devices]
-        for k, difference in differences(rule, {k: _version(survey, k, rule) for k in scope}).items():
-            found[k].append(difference)
-    return found
 
 
 def _version(survey: Survey, k: int, rule: Rule) -> str:
@@ -190,7 +185,11 @@ def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Fin
             remedy, command = f"add to the container's image: `{repair(survey, k, wanted)}`", ""
         elif _has_system_python(survey, k):
             pins = [_pin(survey, k, name) for name in _needed(survey, k)]
-            remedy = _use_new_environment(survey)
+            remedy = f"create a virtual environment, and set `venv: {OWN_VENV}` of this node"
+            if all(_has_system_python(survey, j) for j in survey.probes):
+                own = any(node.python != "python3" for node in survey.config.nodes)  # it overrides the default
+                key = "'nodes.*.venv=" + OWN_VENV + "'" if own else f"defaults.venv={OWN_VENV}"
+                remedy = f"create a virtual environment, and use it by `--set {key}` or by `venv` in the cluster file"
             command = "; ".join([*survey.config.nodes[k].setup, new_venv(OWN_VENV, pins, _torch_tag(survey, k))])
         else:
             remedy, command = "", repair(survey, k, [*missing, *(one.name for one in differing), *without_cuda])
@@ -208,14 +207,6 @@ def _needed(survey: Survey, k: int) -> tuple[str, ...]:
 def _has_system_python(survey: Survey, k: int) -> bool:
     # pip should not install packages into the operating system's Python.
     return not survey.version(k, "torch") and survey.probes[k]["python"].startswith(_SYSTEM)
-
-
-def _use_new_environment(survey: Survey) -> str:
-    if not all(_has_system_python(survey, k) for k in survey.probes):
-        return f"create a virtual environment, and set `venv: {OWN_VENV}` of this node"
-    own = any(node.python != "python3" for node in survey.config.nodes)  # a node's own key overrides the default
-    key = "'nodes.*.venv=" + OWN_VENV + "'" if own else f"defaults.venv={OWN_VENV}"
-    return f"create a virtual environment, and use it by `--set {key}` or by `venv` in the cluster file"
 
 
 def _cannot_use_devices(survey: Survey, k: int) -> bool:
@@ -261,19 +252,12 @@ def _pin(survey: Survey, k: int, name: str) -> str:
     if name == "nccl":
         major = survey.version(k, "cuda").split(".")[0]
         return f"nvidia-nccl-cu{major}=={_most_frequent_version(survey, name, _nodes_like(survey, k))}"
-    version = _most_frequent_version(survey, name, sorted(survey.probes)) or _launcher_version(survey, k, name)
+    version = _most_frequent_version(survey, name, sorted(survey.probes))
+    # Else the launching machine's, which may not exist for a node with an older Python.
+    if not version and _numbers(survey.version(k, "python")) >= _numbers(_own()["python"]):
+        version = _own().get(name, "").partition("+")[0]
     tag = _torch_tag(survey, k) if name == "torch" and version else ""
     return f"{name}=={version}" + (f"+{tag}" if tag else "") if version else name
-
-
-def _launcher_version(survey: Survey, k: int, name: str) -> str:
-    """Return the launching machine's version of a package, to install it on node ``k``.
-
-    '' if node ``k`` has an older Python, for which this version may not exist.
-    """
-    own = _own()
-    fits = _numbers(survey.version(k, "python")) >= _numbers(own["python"])
-    return own.get(name, "").partition("+")[0] if fits else ""
 
 
 @cache

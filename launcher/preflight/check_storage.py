@@ -76,8 +76,32 @@ _SHM_PER_PROCESS = 64 << 20  # bytes; NCCL's buffers between two processes on on
 
 
 def storage_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    for check in (_workdir, _disk, _memory, _tmp, _shm, _data, _code):
+    for check in (_workdir, _disk, _memory):
         yield from check(survey, k)
+    node, probe, data = survey.config.nodes[k], survey.probes[k], survey.config.data
+    if error := probe["tmp"]["error"]:
+        message = f"cannot write in /tmp, which tmux and leases need: {error}"
+        yield survey.finding(k, "block", "tmp", message, "make room in /tmp, or `sudo chmod 1777 /tmp`")
+
+    # NCCL uses /dev/shm between processes on one machine; Docker's default is 64 MB.
+    devices = sum(len(survey.config.nodes[j].devices) for j in survey.same_machine(k))
+    needed, free = devices * _SHM_PER_PROCESS, probe["shm"]["free"]
+    if devices > 1 and node.devices and free < needed:
+        message = f"{size(free)} free at /dev/shm, where NCCL may need {size(needed)} for {devices} processes"
+        yield survey.finding(k, "warn", "shared memory", message, "start the container with `--shm-size 1g` or more")
+
+    if data.mode == "verify" and node.holds and probe["manifest"]:
+        yield survey.finding(k, "ok", "data", "partition folder found")
+    elif data.mode == "verify" and node.holds:
+        remedy = (
+            "run `gnnfleet partition make --config FILE` where that folder is mounted, "
+            "correct `data.folder` or the node's `data_folder`, or use `data.mode: sync`"
+        )
+        message = f"no partitioned graph: no manifest.json in {node.data_folder or data.folder}"
+        yield survey.finding(k, "block", "data", message, remedy)
+    if survey.code_digest:
+        state = "is on the host" if probe["code"] else "will be sent at launch"
+        yield survey.finding(k, "ok", "code", f"gnnfleet's code {survey.code_digest[:8]} {state}")
 
 
 def _workdir(survey: Survey, k: int) -> Iterator[Finding]:
@@ -143,40 +167,3 @@ def _memory(survey: Survey, k: int) -> Iterator[Finding]:
         yield survey.finding(k, "warn", "memory", message, "no action needed: parts are read from disk, more slowly")
     else:
         yield survey.finding(k, "ok", "memory", "enough memory")
-
-
-def _tmp(survey: Survey, k: int) -> Iterator[Finding]:
-    error = survey.probes[k]["tmp"]["error"]
-    if error:
-        message = f"cannot write in /tmp, which tmux and leases need: {error}"
-        yield survey.finding(k, "block", "tmp", message, "make room in /tmp, or `sudo chmod 1777 /tmp`")
-
-
-def _shm(survey: Survey, k: int) -> Iterator[Finding]:
-    # NCCL uses /dev/shm between processes on one machine; Docker's default is 64 MB.
-    devices = sum(len(survey.config.nodes[j].devices) for j in survey.same_machine(k))
-    needed, free = devices * _SHM_PER_PROCESS, survey.probes[k]["shm"]["free"]
-    if devices > 1 and survey.config.nodes[k].devices and free < needed:
-        message = f"{size(free)} free at /dev/shm, where NCCL may need {size(needed)} for {devices} processes"
-        yield survey.finding(k, "warn", "shared memory", message, "start the container with `--shm-size 1g` or more")
-
-
-def _data(survey: Survey, k: int) -> Iterator[Finding]:
-    data = survey.config.data
-    if data.mode != "verify" or not survey.config.nodes[k].holds:
-        return
-    folder = survey.config.nodes[k].data_folder or data.folder
-    if survey.probes[k]["manifest"]:
-        yield survey.finding(k, "ok", "data", "partition folder found")
-    else:
-        remedy = (
-            "run `gnnfleet partition make --config FILE` where that folder is mounted, "
-            "correct `data.folder` or the node's `data_folder`, or use `data.mode: sync`"
-        )
-        yield survey.finding(k, "block", "data", f"no partitioned graph: no manifest.json in {folder}", remedy)
-
-
-def _code(survey: Survey, k: int) -> Iterator[Finding]:
-    if survey.code_digest:
-        state = "is on the host" if survey.probes[k]["code"] else "will be sent at launch"
-        yield survey.finding(k, "ok", "code", f"gnnfleet's code {survey.code_digest[:8]} {state}")

@@ -215,7 +215,18 @@ class ConnectivityTest:
                 return Connectivity(self.listening, chosen, (), tested, self.errors, reach, pairs - tested)
         blocked = self._connect_all(self._endpoints(chosen))
         if blocked:
-            chosen, blocked = self._try_other_addresses(chosen, blocked)
+            # All addresses of each node that others cannot reach: the one with the fewest blocked routes is chosen.
+            unreached = sorted({one.endpoint.node_rank for one in blocked})
+            endpoints = {(k, own): self._endpoints({k: own}) for k in unreached for own in self.listening[k].own}
+            closed = {at: [one for one in blocked if one.endpoint.node_rank == at[0]] for at in endpoints}
+            others = [at for at in endpoints if at[1] != chosen[at[0]]]
+            if others:
+                more = self._connect_all(list(dict.fromkeys(one for at in others for one in endpoints[at])))
+                closed |= {at: [one for one in more if one.endpoint in endpoints[at]] for at in others}
+            for k in unreached:
+                owns = (chosen[k], *(own for rank, own in others if rank == k))
+                chosen[k] = min(owns, key={own: len(closed[k, own]) for own in owns}.__getitem__)
+            blocked = [one for k in unreached for one in closed[k, chosen[k]]]
         return Connectivity(self.listening, chosen, tuple(blocked), pairs, self.errors, reach)
 
     def _open(self, k: int) -> Listeners:
@@ -270,25 +281,6 @@ class ConnectivityTest:
         answers = on_nodes(sources, connect, timeout=_OPEN_TIMEOUT + (1 + len(endpoints) // 256) * _SECONDS)
         self.errors |= answers.errors
         return [one for k in sorted(answers.values) for one in answers.values[k]]
-
-    def _try_other_addresses(
-        self, chosen: dict[int, str], blocked: list[BlockedRoute]
-    ) -> tuple[dict[int, str], list[BlockedRoute]]:
-        """Test all addresses of each node that others cannot reach; choose the one with the fewest blocked routes.
-
-        Returns the chosen address of every node, and the routes that are blocked with these addresses.
-        """
-        unreached = sorted({one.endpoint.node_rank for one in blocked})
-        endpoints = {(k, own): self._endpoints({k: own}) for k in unreached for own in self.listening[k].own}
-        closed = {at: [one for one in blocked if one.endpoint.node_rank == at[0]] for at in endpoints}
-        others = [at for at in endpoints if at[1] != chosen[at[0]]]
-        if others:
-            more = self._connect_all(list(dict.fromkeys(one for at in others for one in endpoints[at])))
-            closed |= {at: [one for one in more if one.endpoint in endpoints[at]] for at in others}
-        for k in unreached:
-            owns = (chosen[k], *(own for rank, own in others if rank == k))
-            chosen[k] = min(owns, key={own: len(closed[k, own]) for own in owns}.__getitem__)
-        return chosen, [one for k in unreached for one in closed[k, chosen[k]]]
 
 
 def _targets(endpoints: Iterable[_Endpoint]) -> list[tuple[int, str, list[int]]]:

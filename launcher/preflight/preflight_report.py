@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from rich.box import SIMPLE_HEAD
@@ -63,11 +63,18 @@ def print_findings(report: PreflightReport, console: Console) -> None:
         table.add_row(f"[{_STYLES[severity]}]{severity}[/]", check, nodes_of(findings, everyone), escape(message))
     console.print(table)
     for severity, title in _TITLES.items():
-        lines = list(_remedies([finding for finding in report.findings if finding.severity == severity], everyone))
-        if lines:
+        # One line for each remedy; commands are on lines of their own.
+        same: dict[tuple[str, str, str], list[Finding]] = {}
+        for one in report.findings:
+            if one.severity == severity and (one.remedy or one.command):
+                same.setdefault((one.check, one.remedy, one.command), []).append(one)
+        if same:
             console.print(f"[{_STYLES[severity]}]{title}[/]")
-        for line in lines:
+        for (check, remedy, command), nodes in same.items():
+            line = f"  {nodes_of(nodes, everyone)}, {check}: {remedy}".rstrip(": ") + (":" if command else "")
             console.print(Text(line), soft_wrap=True)
+            for pasted in _commands(nodes) if command else ():
+                console.print(Text(f"    {pasted}"), soft_wrap=True)
 
 
 def verdict(report: PreflightReport, num_nodes: int) -> str:
@@ -88,13 +95,15 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     same: dict[tuple[str, str, str, str], list[Finding]] = {}
     for one in findings:
         same.setdefault((one.check, one.message, one.remedy, one.command), []).append(one)
-    return [nodes[0].line() if len(nodes) == 1 else _folded_line(nodes) for nodes in same.values()]
-
-
-def _folded_line(nodes: Sequence[Finding]) -> str:
-    commands = [f"`{line}`" for line in _commands(nodes)] if nodes[0].command else []
-    remedy = "; ".join([*filter(None, [nodes[0].remedy]), *commands])
-    return f"{spans(_ranks(nodes), 'node')}: {nodes[0].message}" + (f" – {remedy}" if remedy else "")
+    lines = []
+    for nodes in same.values():
+        if len(nodes) == 1:
+            lines.append(nodes[0].line())
+            continue
+        commands = [f"`{line}`" for line in _commands(nodes)] if nodes[0].command else []
+        remedy = "; ".join([*filter(None, [nodes[0].remedy]), *commands])
+        lines.append(f"{spans(_ranks(nodes), 'node')}: {nodes[0].message}" + (f" – {remedy}" if remedy else ""))
+    return lines
 
 
 def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
@@ -121,21 +130,6 @@ def _rows(findings: Sequence[Finding]) -> dict[tuple[str, str, str], list[Findin
     for finding in ordered:
         rows.setdefault((finding.severity, finding.check, finding.message), []).append(finding)
     return rows
-
-
-def _remedies(findings: Sequence[Finding], everyone: Sequence[int]) -> Iterator[str]:
-    """Yield lines that say what the user can do, one per remedy. Commands are on lines of their own.
-
-    ``everyone``: all node_ranks.
-    """
-    same: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in findings:
-        if finding.remedy or finding.command:
-            same.setdefault((finding.check, finding.remedy, finding.command), []).append(finding)
-    for (check, remedy, command), nodes in same.items():
-        yield f"  {nodes_of(nodes, everyone)}, {check}: {remedy}".rstrip(": ") + (":" if command else "")
-        if command:
-            yield from (f"    {line}" for line in _commands(nodes))
 
 
 def _commands(nodes: Sequence[Finding]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,12 @@ class Inquiry:
 
         ``run_id``: id of the run to be launched; nodes report whether they already have its run folder.
         """
-        parts = _local_parts(config.data.folder) if config.makes_parts else None
+        parts = None
+        if config.makes_parts:
+            missing_or_damaged = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError)
+            with suppress(*missing_or_damaged):
+                manifest = read_json(str(Path(config.data.folder).expanduser() / "manifest.json"))
+                parts = _LocalParts(manifest["fingerprint"], _graph(size_of(manifest)))
         return cls(config, run_id, code_digest(), parts)
 
     def request(self, k: int, peer: str = "") -> dict[str, Any]:
@@ -92,12 +98,3 @@ class Inquiry:
 
 def _graph(found: Mapping[str, Any]) -> GraphSize:
     return GraphSize(found["nodes"], found["row_bytes"])
-
-
-def _local_parts(folder: str) -> _LocalParts | None:
-    """Read the manifest in ``folder`` on the launching machine; None if it is missing or damaged."""
-    try:
-        manifest = read_json(str(Path(folder).expanduser() / "manifest.json"))
-        return _LocalParts(manifest["fingerprint"], _graph(size_of(manifest)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return None

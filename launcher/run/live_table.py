@@ -287,7 +287,17 @@ def render(board: Board, width: int, height: int, now: float, question: Sequence
     below = [line for text in below for line in between_words(text, width)]
     below += [line for text in question for line in between_words(Text(text, "bold"), width)]
     room = max(1, height - 1 - len(head) - len(below))
-    lines = [*head, *_table(*_rows(board, now, room), width), *below]
+    rows, rest = _rows(board, now, room)
+    columns, cells_of = valued(_COLUMNS, [cells for _, cells in rows])
+    printed = [[column.title for column in columns], *cells_of]
+    widths = [max(map(len, cells)) for cells in zip(*printed, strict=True)]
+    shown = fitting(columns, widths, width)
+    table = []
+    for cells, style in zip(printed, ["dim", *(_STYLES[severity] for severity, _ in rows)], strict=True):
+        padded = (cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i]) for i in shown)
+        table.append(Text((" " * GAP).join(padded).rstrip(), style))
+    table += [Text(rest, "dim")] if rest else []
+    lines = [*head, *table, *below]
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
         line.truncate(width, overflow="ellipsis")
@@ -333,7 +343,13 @@ def _rows(board: Board, now: float, room: int) -> tuple[list[Row], str]:
             widest = max((2 * len(str(row.steps)) + 1 for row in group if row.step is not None), default=0)
             about = (spans([row.rank for row in group]), _state(node, group, age), epoch, step.rjust(widest), *steps)
             rows.append((severity, (*name, *about, "" if age is None else f"{age:.0f} s")))
-    return rows, _rest(board, rest) if rest else ""
+    if not rest:
+        return rows, ""
+    states = sorted({node.state for node in rest})
+    unshown = [board.ranks[rank] for node in rest for rank in node.ranks if board.ranks[rank].step is not None]
+    slowest = min(unshown, key=lambda row: row.place, default=None)
+    where = f", {board.at(slowest)} or further" if slowest else ""
+    return rows, f"… {len(rest)} more nodes: {', '.join(states)}{where}"
 
 
 def step_cells(rows: Sequence[RankRow], epochs: int | None = None) -> tuple[str, ...]:
@@ -368,27 +384,6 @@ def _state(node: NodeRow, rows: list[RankRow], age: float | None) -> str:
     if "failed" in ended:
         return "failed"
     return "done" if ended == {"done"} else node.state
-
-
-def _rest(board: Board, nodes: list[NodeRow]) -> str:
-    """Return ``… 52 more nodes: training, epoch 3 step 17/50 or further``."""
-    states = sorted({node.state for node in nodes})
-    rows = [board.ranks[rank] for node in nodes for rank in node.ranks if board.ranks[rank].step is not None]
-    slowest = min(rows, key=lambda row: row.place, default=None)
-    where = f", {board.at(slowest)} or further" if slowest else ""
-    return f"… {len(nodes)} more nodes: {', '.join(states)}{where}"
-
-
-def _table(rows: list[Row], rest: str, width: int) -> list[Text]:
-    columns, cells_of = valued(_COLUMNS, [cells for _, cells in rows])
-    lines = [[column.title for column in columns], *cells_of]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    shown = fitting(columns, widths, width)
-    table = []
-    for cells, style in zip(lines, ["dim", *(_STYLES[severity] for severity, _ in rows)], strict=True):
-        padded = (cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i]) for i in shown)
-        table.append(Text((" " * GAP).join(padded).rstrip(), style))
-    return [*table, *([Text(rest, "dim")] if rest else [])]
 
 
 def _of(number: int | None, total: int | None) -> str:

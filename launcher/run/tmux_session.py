@@ -15,7 +15,7 @@ from launcher.errors import FleetError, SessionError, SessionExists
 from launcher.node.json_records import Damaged, message_in
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.report.launch_file import user_at_host
-from launcher.transport.base import Completed, Session, Transport
+from launcher.transport.base import Completed, Transport
 
 _TMUX_TIMEOUT = 20.0  # seconds one tmux command may take on a busy node
 
@@ -114,9 +114,20 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
     """
     supervisor = Command(("bash", "-c", _RUN, "bash", node.run_dir))
     session = transport.start_session(node.session, supervisor)
-    if session is not None:
-        _await_supervisor(transport, node, session, start_timeout)
-        return
+    if session is not None:  # without tmux: the session ends if its supervisor does not run in time
+        deadline = time.monotonic() + start_timeout
+        while True:
+            running = session.running()
+            turn = min(_STEP_TURN, deadline - time.monotonic()) if running else 0.0
+            waiting = ("bash", "-c", _AWAIT, "bash", node.run_dir, str(max(0, round(turn))))
+            done = transport.run(Command(waiting), timeout=turn + _TMUX_TIMEOUT)
+            if done.returncode == 0:
+                return
+            if not running or time.monotonic() >= deadline:
+                break
+        session.end()
+        late = Completed(_LATE if running else _ENDED, done.stdout, done.stderr)
+        raise SessionError(f"{node.label}: {_why_not_started(transport, node, late, start_timeout)}")
     words = ("bash", "-c", _START, "bash", node.run_dir, node.session, str(max(1, round(start_timeout))))
     # The user's login shell runs the command, and the session ends with it.
     tmux = ("new-session", "-d", "-s", node.session, "-x", "220", "-y", "50", shell_line(supervisor))
@@ -126,26 +137,6 @@ def start_session(transport: Transport, node: NodePlan, *, start_timeout: float)
         exists = done.returncode == _TMUX_FAILED and b"duplicate session" in done.stderr
         kind = SessionExists if exists else SessionError
         raise kind(f"{node.label}: {_why_not_started(transport, node, done, start_timeout)}")
-
-
-def _await_supervisor(transport: Transport, node: NodePlan, session: Session, start_timeout: float) -> None:
-    """Wait until the node's supervisor runs. It was started without tmux, in ``session``.
-
-    If it has ended, or does not run after ``start_timeout`` seconds, ends the session and raises SessionError.
-    """
-    deadline = time.monotonic() + start_timeout
-    while True:
-        running = session.running()
-        turn = min(_STEP_TURN, deadline - time.monotonic()) if running else 0.0
-        words = ("bash", "-c", _AWAIT, "bash", node.run_dir, str(max(0, round(turn))))
-        done = transport.run(Command(words), timeout=turn + _TMUX_TIMEOUT)
-        if done.returncode == 0:
-            return
-        if not running or time.monotonic() >= deadline:
-            break
-    session.end()
-    late = Completed(_LATE if running else _ENDED, done.stdout, done.stderr)
-    raise SessionError(f"{node.label}: {_why_not_started(transport, node, late, start_timeout)}")
 
 
 #: Prepares the run folder $1 of a node for a supervisor that takes part in the next restart of the run. If an earlier

@@ -83,11 +83,6 @@ def apply(
     return answers.values, answers.errors
 
 
-def _setup_folder(environment: str) -> str:
-    """Return the temporary folder on a host, beside its environment; removed when the installation is complete."""
-    return f"{environment}.setup"
-
-
 def _set_up(
     host: HostPlan,
     paths: Mapping[Wheel, Path],
@@ -96,51 +91,40 @@ def _set_up(
     stop: threading.Event,
 ) -> Result:
     k = host.state.node_rank
-    wheels = f"{_setup_folder(host.state.environment)}/wheels"
-    if host.fetched:
-        _fetch(host, connections.agents[k], wheels, progress, stop)
+    folder = f"{host.state.environment}.setup"  # removed when the installation is complete
+    wheels = f"{folder}/wheels"
+    agent, environment, label = connections.agents[k], host.state.environment, host.state.label
+    if host.fetched:  # the host downloads them; their bytes count as progress
+        asked = [{"file": wheel.file, "url": wheel.url, "sha256": wheel.sha256} for wheel in host.fetched]
+        agent.call("downloads", {"op": "fetch", "folder": wheels, "wheels": asked}, _CALL_TIMEOUT)
+        received = total = 0
+        while not stop.is_set():
+            state = agent.call("downloads", {"op": "fetched", "seconds": _POLL}, _CALL_TIMEOUT)
+            progress.start(k, state["total"] - total)
+            progress.advance(k, state["bytes"] - received)
+            received, total = state["bytes"], state["total"]
+            if state["done"] and state["error"]:
+                raise SetupError(f"{label}: a download failed: {state['error']}. Run gnnfleet setup again")
+            if state["done"]:
+                break
     if host.sent:
         files = [
             PlannedFile(f"{wheels}/{wheel.file}", paths[wheel].stat().st_size, str(paths[wheel]), sha256=wheel.sha256)
             for wheel in host.sent
         ]
-        node = _Receiver(k, host.state.label, connections.pythons[k])
+        node = _Receiver(k, label, connections.pythons[k])
         transport = connections.transports[k]
         _WheelTransfer(files, node, transport, progress, stop, connections.connect_timeout).run()
     if stop.is_set():
         raise Stopped("stopped")
-    progress.note(k, f"installing {count(len(host.changes), 'package')} in {host.state.environment}")
-    answer = connections.agents[k].call("install", _request(host), _INSTALL_TIMEOUT)
-    if answer["error"]:
-        raise SetupError(f"{host.state.label}: {answer['error']}")
-    return Result(answer["seconds"], answer["tool"], answer["cuda"])
-
-
-def _fetch(host: HostPlan, agent: NodeAgent, folder: str, progress: TransferProgress, stop: threading.Event) -> None:
-    """Let the host download its wheels; counts their bytes as progress."""
-    wheels = [{"file": wheel.file, "url": wheel.url, "sha256": wheel.sha256} for wheel in host.fetched]
-    agent.call("downloads", {"op": "fetch", "folder": folder, "wheels": wheels}, _CALL_TIMEOUT)
-    k, received, total = host.state.node_rank, 0, 0
-    while not stop.is_set():
-        state = agent.call("downloads", {"op": "fetched", "seconds": _POLL}, _CALL_TIMEOUT)
-        progress.start(k, state["total"] - total)
-        progress.advance(k, state["bytes"] - received)
-        received, total = state["bytes"], state["total"]
-        if state["done"]:
-            if state["error"]:
-                raise SetupError(f"{host.state.label}: a download failed: {state['error']}. Run gnnfleet setup again")
-            return
-
-
-def _request(host: HostPlan) -> dict[str, Any]:
-    """Return the request to ``node/programs/install.py``."""
+    progress.note(k, f"installing {count(len(host.changes), 'package')} in {environment}")
     assert host.lock is not None
     uv = host.lock.uv if host.lock.uv in host.wheels else None
     changed = {change.name for change in host.changes}
-    return {
+    request = {
         "op": "install",
-        "environment": host.state.environment,
-        "folder": _setup_folder(host.state.environment),
+        "environment": environment,
+        "folder": folder,
         "base": host.base,
         "requirements": [wheel.pin for wheel in host.lock.wheels if wheel.name in changed],
         "uv": host.state.uv,
@@ -148,3 +132,7 @@ def _request(host: HostPlan) -> dict[str, Any]:
         "pip": host.lock.pip.file,
         "imports": [module for module, name in _MODULES.items() if name in host.lock.versions],
     }
+    answer = agent.call("install", request, _INSTALL_TIMEOUT)
+    if answer["error"]:
+        raise SetupError(f"{label}: {answer['error']}")
+    return Result(answer["seconds"], answer["tool"], answer["cuda"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -227,7 +227,12 @@ def _host_plan(state: HostState, use: _Use, python: str, lock_of: _LockOf) -> Ho
     if installed is None:
         base = next((one for one in state.pythons if one.minor == python), None)
         if base is None:
-            return HostPlan(state, "refused", _no_python(state, python))
+            found = ", ".join(one.version for one in state.pythons) or "none with the module venv"
+            why = f"no Python {python}, which the other hosts use (here: {found}); install it there"
+            if not python:
+                needed = f"{'.'.join(map(str, OLDEST_PYTHON))} or newer"
+                why = f"no Python version of {needed} is on all hosts (here: {found}); install one on all of them"
+            return HostPlan(state, "refused", why)
         lock = lock_of(use.target(python, state))
         changes = tuple(Change(wheel.name, "", wheel.version) for wheel in lock.wheels)
         return _checked(HostPlan(state, "make", base=base.program, lock=lock, changes=changes), use)
@@ -236,29 +241,17 @@ def _host_plan(state: HostState, use: _Use, python: str, lock_of: _LockOf) -> Ho
         why = f"its Python is {installed.python}, but {needed} is needed; remove {installed.prefix}, then run again"
         return HostPlan(state, "refused", why)
     lock = lock_of(use.target(minor(installed.python), state))
-    changes = tuple(_changes(use, state, lock))
-    return _checked(HostPlan(state, "repair" if changes else "none", lock=lock, changes=changes), use)
-
-
-def _no_python(state: HostState, python: str) -> str:
-    found = ", ".join(one.version for one in state.pythons) or "none with the module venv"
-    if not python:
-        oldest = ".".join(map(str, OLDEST_PYTHON))
-        return f"no Python version of {oldest} or newer is on all hosts (here: {found}); install one on all of them"
-    return f"no Python {python}, which the other hosts use (here: {found}); install it there"
-
-
-def _changes(use: _Use, state: HostState, lock: WheelLock) -> Iterator[Change]:
-    """Yield the packages of an environment that are missing, have another version or were not installed completely."""
-    installed = state.installed
-    assert installed is not None
+    # Packages that are missing, have another version or were not installed completely.
+    wrong: list[Change] = []
     for wheel in lock.wheels:
-        found = installed.versions.get(wheel.name, "")
-        again = wheel.name in installed.unfinished or "?" in installed.unfinished
         if wheel.name == _PIP_TOO:
             continue
-        if again or not _same(found, wheel.version, wheel.name) or _wrong_build(use, state, lock, wheel.name):
-            yield Change(wheel.name, found, wheel.version)
+        version = installed.versions.get(wheel.name, "")
+        again = wheel.name in installed.unfinished or "?" in installed.unfinished
+        if again or not _same(version, wheel.version, wheel.name) or _wrong_build(use, state, lock, wheel.name):
+            wrong.append(Change(wheel.name, version, wheel.version))
+    changes = tuple(wrong)
+    return _checked(HostPlan(state, "repair" if changes else "none", lock=lock, changes=changes), use)
 
 
 def _same(found: str, wanted: str, name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -39,7 +39,15 @@ def print_plan(plan: SetupPlan, errors: Sequence[NodeError], console: Console) -
         console.print(table)
     for error in errors:
         console.print(Text(str(error), "bold red"), soft_wrap=True)
-    for line in _notes(plan):
+    noted: dict[str, list[str]] = {}  # by note: the hosts to which it applies
+    for host in plan.hosts:
+        if host.note:
+            noted.setdefault(host.note, []).append(host.state.label)
+    lines = [f"{', '.join(labels)}: {note}" for note, labels in noted.items()]
+    for state in plan.without_tmux:
+        install = state.tmux_line or "install tmux with the host's package manager"
+        lines.append(f"{state.label} has no tmux, which runs need. On the host: {install}")
+    for line in lines:
         console.print(Text(line, "yellow"), soft_wrap=True)
 
 
@@ -80,18 +88,6 @@ def shown_changes(changes: Sequence[Change]) -> str:
     """Return the first changes as text."""
     more = [f"{len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
     return ", ".join([*map(str, changes[:_SHOWN]), *more])
-
-
-def _notes(plan: SetupPlan) -> Iterator[str]:
-    """Yield a line for each note, with the hosts to which it applies, and one for each host without tmux."""
-    hosts: dict[str, list[str]] = {}
-    for host in plan.hosts:
-        if host.note:
-            hosts.setdefault(host.note, []).append(host.state.label)
-    yield from (f"{', '.join(labels)}: {note}" for note, labels in hosts.items())
-    for state in plan.without_tmux:
-        line = state.tmux_line or "install tmux with the host's package manager"
-        yield f"{state.label} has no tmux, which runs need. On the host: {line}"
 
 
 def to_json(plan: SetupPlan, errors: Sequence[NodeError], failed: dict[int, str]) -> dict[str, Any]:

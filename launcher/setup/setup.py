@@ -69,7 +69,12 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
         print_plan(plan, failed, options.console)
         results: dict[int, Result] = {}
         problems: dict[int, Exception] = {}
-        acting = bool(plan.work) and not options.dry_run and _confirmed(plan, options)
+        acting = bool(plan.work) and not options.dry_run
+        if acting and options.ask:
+            if not (sys.stdin.isatty() and options.console.is_terminal):
+                raise UsageError("cannot ask whether to install this without a terminal; give --yes or --dry-run")
+            text = f"Install this on {count(len(plan.work), 'host')}?"
+            acting = click.confirm(text, default=True, err=options.as_json)
         if acting:
             pythons = {k: base_python(config, k) for k in transports}
             connections = Connections(transports, agents, pythons, config.run.connect_timeout)
@@ -131,31 +136,13 @@ def _planned(
     return with_sources(plan, answers.values)
 
 
-def _confirmed(plan: SetupPlan, options: SetupOptions) -> bool:
-    """Return whether to install: asks if ``options.ask``, else returns True. Raises UsageError without a terminal."""
-    if not options.ask:
-        return True
-    if not (sys.stdin.isatty() and options.console.is_terminal):
-        raise UsageError("cannot ask whether to install this without a terminal; give --yes or --dry-run")
-    return click.confirm(f"Install this on {count(len(plan.work), 'host')}?", default=True, err=options.as_json)
-
-
 def _installed(
     plan: SetupPlan, requirements: Requirements, connections: Connections, options: SetupOptions
 ) -> tuple[dict[int, Result], dict[int, Exception]]:
-    """Download the wheels that are to be sent, then install on all hosts. Returns results and errors by node_rank."""
-    paths = _downloaded(plan, requirements, options)
-    labels = {host.state.node_rank: host.state.label for host in plan.hosts}
-    with transfer_progress(options.console, labels) as progress:
-        results, errors = apply(plan, paths, connections, progress)
-    bugs = [error for error in errors.values() if not isinstance(error, FleetError | TimeoutError)]
-    if bugs:
-        raise bugs[0]
-    return results, errors
+    """Download the wheels that are to be sent and that this machine lacks, then install on all hosts.
 
-
-def _downloaded(plan: SetupPlan, requirements: Requirements, options: SetupOptions) -> dict[Wheel, Path]:
-    """Return where this machine has the wheels that it sends; downloads those that it lacks. Raises SetupError."""
+    Returns results and errors by node_rank. Raises SetupError if a download fails.
+    """
     wanted: dict[Target, dict[Wheel, None]] = {}
     for host in plan.work:
         if host.lock and host.sent:
@@ -171,7 +158,14 @@ def _downloaded(plan: SetupPlan, requirements: Requirements, options: SetupOptio
     if paths:
         size = decimal(sum(path.stat().st_size for path in paths.values()))
         options.console.print(f"{count(len(paths), 'wheel')} on this machine, {size}", highlight=False)
-    return paths
+
+    labels = {host.state.node_rank: host.state.label for host in plan.hosts}
+    with transfer_progress(options.console, labels) as progress:
+        results, errors = apply(plan, paths, connections, progress)
+    bugs = [error for error in errors.values() if not isinstance(error, FleetError | TimeoutError)]
+    if bugs:
+        raise bugs[0]
+    return results, errors
 
 
 def _left(plan: SetupPlan, failed: Sequence[NodeError]) -> int:

@@ -87,44 +87,54 @@ def survey_hosts(
     """Query all connected nodes; returns states and errors by node_rank. Adds an open agent per node to ``agents``."""
 
     def query(k: int) -> dict[str, Any]:
+        """Return the reply of ``host_survey.py``, and as "installed" that of ``install.py`` from the node's Python.
+
+        "installed" is None if this Python is missing or fails.
+        """
         agents[k] = NodeAgent(transports[k], base_python(config, k))
-        return _query(config, k, transports[k], agents[k])
+        folder = _folder(config.nodes[k])
+        facts: dict[str, Any] = agents[k].call("host_survey", {"op": "survey", "environment": folder}, TIMEOUT)
+        facts["installed"] = None
+        if not folder or facts["usable"]:
+            try:
+                with NodeAgent(transports[k], interpreter(config, k)) as own:
+                    facts["installed"] = own.call("install", {"op": "installed"}, TIMEOUT)
+            except NodeCallError as error:
+                facts["error"] = facts["error"] or f"its Python fails: {error.message}"
+        return facts
 
     answers = on_nodes(transports, query, timeout=TIMEOUT)
-    errors = {k: _node_error(config, k, error) for k, error in answers.errors.items()}
+    errors: dict[int, NodeError] = {}
+    for k, error in answers.errors.items():
+        if isinstance(error, NodeError):
+            errors[k] = error
+        elif isinstance(error, FleetError | TimeoutError):
+            text, remedy = f"no answer ({error})", "check whether a disk hangs"
+            errors[k] = NodeError(text, host=config.nodes[k].host, node_rank=k, remedy=remedy)
+        else:  # a bug of gnnfleet
+            raise error
+
     found = {k: answers.values[k] for k in sorted(answers.values)}
-    builders = _builders(found, agents)
-    return {k: _state(config, k, facts, builders[k]) for k, facts in found.items()}, errors
-
-
-def _node_error(config: ResolvedConfig, k: int, error: Exception) -> NodeError:
-    """Convert an error of a node to a NodeError. Re-raises other exceptions, which are bugs of gnnfleet."""
-    if isinstance(error, NodeError):
-        return error
-    if isinstance(error, FleetError | TimeoutError):
-        return NodeError(
-            f"no answer ({error})", host=config.nodes[k].host, node_rank=k, remedy="check whether a disk hangs"
+    builders, states = _builders(found, agents), {}
+    for k, facts in found.items():
+        installed, there = None, facts["installed"]
+        if there is not None:
+            versions = {str(canonicalize_name(name)): version for name, version in there["versions"].items()}
+            unfinished = tuple(str(canonicalize_name(name)) if name != "?" else name for name in there["unfinished"])
+            installed = Installed(there["kind"], there["prefix"], there["python"], versions, unfinished, there["cuda"])
+        node, of_installed = config.nodes[k], installed.prefix if installed and installed.kind != "python" else ""
+        names = ("home", "arch", "glibc", "uv", "gpus", "driver", "tmux", "tmux_line", "exists", "error")
+        states[k] = HostState(
+            node_rank=k,
+            label=node_label(k, node.login),
+            environment=_folder(node) or of_installed,
+            pythons=tuple(Interpreter(**one) for one in facts["pythons"]),
+            in_use=tuple(facts["in_use"]),
+            installed=installed,
+            builder=builders[k],
+            **{name: facts[name] for name in names},
         )
-    raise error
-
-
-def _query(config: ResolvedConfig, k: int, transport: Transport, agent: NodeAgent) -> dict[str, Any]:
-    """Return the reply of ``node/programs/host_survey.py``, with one more key.
-
-    "installed": the packages of the node's configured Python, from ``node/programs/install.py``; None if this Python
-    is missing or fails.
-    """
-    node = config.nodes[k]
-    folder = _folder(node)
-    facts: dict[str, Any] = agent.call("host_survey", {"op": "survey", "environment": folder}, TIMEOUT)
-    facts["installed"] = None
-    if not folder or facts["usable"]:
-        try:
-            with NodeAgent(transport, interpreter(config, k)) as own:
-                facts["installed"] = own.call("install", {"op": "installed"}, TIMEOUT)
-        except NodeCallError as error:
-            facts["error"] = facts["error"] or f"its Python fails: {error.message}"
-    return facts
+    return states, errors
 
 
 def _folder(node: NodeConfig) -> str:
@@ -157,27 +167,3 @@ def _builders(found: Mapping[int, dict[str, Any]], agents: Mapping[int, NodeAgen
     on_nodes(ranks, lambda k: agents[k].call("host_survey", {"op": "unmark"}, TIMEOUT), timeout=TIMEOUT)
     same = {k: [j for j in others.get(k, []) if found[j]["path"] == found[k]["path"]] for k in found}
     return {k: min([k, *same[k]]) for k in found}
-
-
-def _state(config: ResolvedConfig, k: int, facts: Mapping[str, Any], builder: int) -> HostState:
-    node, installed = config.nodes[k], _installed(facts["installed"])
-    folder = _folder(node) or (installed.prefix if installed and installed.kind != "python" else "")
-    names = ("home", "arch", "glibc", "uv", "gpus", "driver", "tmux", "tmux_line", "exists", "error")
-    return HostState(
-        node_rank=k,
-        label=node_label(k, node.login),
-        environment=folder,
-        pythons=tuple(Interpreter(**one) for one in facts["pythons"]),
-        in_use=tuple(facts["in_use"]),
-        installed=installed,
-        builder=builder,
-        **{name: facts[name] for name in names},
-    )
-
-
-def _installed(found: Mapping[str, Any] | None) -> Installed | None:
-    if found is None:
-        return None
-    versions = {str(canonicalize_name(name)): version for name, version in found["versions"].items()}
-    unfinished = tuple(str(canonicalize_name(name)) if name != "?" else name for name in found["unfinished"])
-    return Installed(found["kind"], found["prefix"], found["python"], versions, unfinished, found["cuda"])

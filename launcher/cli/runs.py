@@ -269,9 +269,10 @@ def resume(
     command are those of RUN, except for what the options change. --exclude leaves out a lost host; it also applies when
     the new run is resumed.
     """
-    from launcher.manage.resume import go_to, needs_no_node, prepare
+    from launcher.manage.resume import go_to, prepare
     from launcher.manage.submit import in_queue, submit_and_follow
     from launcher.report.run_history import resumable_run
+    from launcher.report.verdict import known_without_nodes
     from launcher.run.launch import launch
     from launcher.serving.attach_run import attach_of
 
@@ -294,7 +295,7 @@ def resume(
     if values["run"] is None and _choice(ctx, values).config is None:
         other = bool(asked.overrides or asked.own_command)
         values["run"] = str(resumable_run(_choice(ctx, values).runs_dirs, changed=other).folder)
-    with _open(ctx, values, needs_no_node) as run:
+    with _open(ctx, values, known_without_nodes) as run:
         again = prepare(run, _choice(ctx, values).runs_dirs[0], asked)
     for text in (*again.notes, again.message):
         console.print(text, soft_wrap=True, markup=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +66,12 @@ def chosen(items: Sequence[Item], options: CleanOptions) -> list[Item]:
 def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> int:
     """Show what can be deleted on each host, ask, and delete it; return the exit status: 1 if a host failed."""
     connections = connect_all(config)
-    hosts = _one_per_host(config, connections)
+    # The patterns of the work folders of each host, by the first of its nodes.
+    by_login: dict[str, tuple[int, dict[str, None]]] = {}
+    for k in sorted(connections):
+        node = config.nodes[k]
+        by_login.setdefault(node.login, (k, {}))[1][node.workdir.replace("{node_rank}", "*")] = None
+    hosts = {k: tuple(folders) for k, folders in by_login.values()}
 
     def ask(k: int, request: dict[str, Any]) -> Any:
         connection = connections[k]
@@ -108,15 +113,6 @@ def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> in
         return 1 if errors else 0
     finally:
         close_all(connections)
-
-
-def _one_per_host(config: ResolvedConfig, connections: Mapping[int, Any]) -> dict[int, tuple[str, ...]]:
-    """Return the patterns of the work folders of each host, by the first of its nodes."""
-    by_login: dict[str, tuple[int, dict[str, None]]] = {}
-    for k in sorted(connections):
-        node = config.nodes[k]
-        by_login.setdefault(node.login, (k, {}))[1][node.workdir.replace("{node_rank}", "*")] = None
-    return {k: tuple(folders) for k, folders in by_login.values()}
 
 
 def _show(login: str, items: Sequence[Item], wanted: Sequence[Item], console: Console) -> None:

@@ -64,7 +64,13 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
     # The lead node ends last, and its result also says how unreachable nodes ended.
     hub = views.get(LastAttempt.of(reports, lead).hub)
     if unreachable and (hub is None or hub.result is None):
-        why = _unknown_end(run_id, views, folder)
+        labels = ", ".join(view.node.label for view in unreachable)
+        why = (
+            f"run {run_id}: {labels} cannot be reached, so how the run ended is not known; the files of "
+            f"the other nodes are in {folder}. Collect again later; no file is fetched twice"
+        )
+        if len(unreachable) == len(views):
+            why = f"run {run_id}: none of its nodes can be reached, so nothing could be collected"
         return CollectResult(folder, None, why, tuple(report.notes), 1)
     notes = tuple(report.notes)
     fill_from(report, views)
@@ -76,16 +82,6 @@ def collect_run(run: OpenRun, folder: Path, views: Mapping[int, NodeView] | None
     conclude(report, run.found.needed_plan, max(0.0, max(ends, default=begin) - begin))
     write_report(report)
     return CollectResult(folder, report, "", notes, report.exit_status)
-
-
-def _unknown_end(run_id: str, views: Mapping[int, NodeView], folder: Path) -> str:
-    unreachable = [view.node.label for view in views.values() if not view.reached]
-    if len(unreachable) == len(views):
-        return f"run {run_id}: none of its nodes can be reached, so nothing could be collected"
-    return (
-        f"run {run_id}: {', '.join(unreachable)} cannot be reached, so how the run ended is not known; the files of "
-        f"the other nodes are in {folder}. Collect again later; no file is fetched twice"
-    )
 
 
 def prepare_folder(run: OpenRun, folder: Path) -> None:

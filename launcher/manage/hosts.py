@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -104,9 +104,9 @@ def _host(
 ) -> Host:
     k = group[0]
     if k in failed:
-        error = failed[k]
-        remedy = f" – {error.remedy}" if isinstance(error, NodeError) and error.remedy else ""
-        return Host(config.nodes[k].login, tuple(group), reason_of(error) + remedy)
+        why = failed[k]
+        remedy = f" – {why.remedy}" if isinstance(why, NodeError) and why.remedy else ""
+        return Host(config.nodes[k].login, tuple(group), reason_of(why) + remedy)
     probe = probes[k]
     leases = [lease for lease in probe["leases"] if not lease["resource"].startswith("ticket:")]
     runs: dict[str, dict[str, Any]] = {}
@@ -117,6 +117,26 @@ def _host(
         run["resources"].append(lease["resource"])
     names = ("name", "uuid", "memory", "used", "temperature")
     gpus = [{**{name: gpu[name] for name in names}, "free": is_free(gpu, leases)} for gpu in probe["gpus"]]
+
+    # What is wrong.
+    faults = [fault for gpu in probe["gpus"] for fault in gpu_faults(f"CUDA device {gpu['index']}", gpu)]
+    findings = [f"{message} – {remedy}" for message, remedy in [*faults, *logged_faults(probe)]]
+    if not probe["tmux"] and not config.in_job_steps:
+        findings.append("tmux is not installed – `sudo apt-get install -y tmux` (or dnf, conda)")
+    for node_rank in group:
+        if error := probes[node_rank]["workdir_error"]:
+            findings.append(f"the work folder {probes[node_rank]['workdir']} cannot be used: {error}")
+    if probe["disk_free"] < _LITTLE * probe["disk"]["size"]:
+        free = decimal(probe["disk_free"])
+        findings.append(f"only {free} of its disk are free – gnnfleet clean deletes what old runs left")
+    left = {run["run_id"]: run["pids"] for node_rank in group for run in probes[node_rank]["leftovers"]}
+    for run_id, pids in left.items():
+        numbers = " ".join(map(str, pids))
+        findings.append(f"processes of run {run_id} still run without a supervisor – kill -KILL {numbers}")
+    if slow.get(k):
+        busy = ", ".join(users_of(probe).values())
+        remedy = f"{busy} uses it: measure again when it is free" if busy else "look for other processes (`top`), heat"
+        findings.append(f"it {'; '.join(slow[k])} – {remedy}")
     return Host(
         host=config.nodes[k].login,
         nodes=tuple(group),
@@ -128,31 +148,8 @@ def _host(
         gpus=gpus,
         runs=list(runs.values()),
         speed=figures.get(k, {}),
-        findings=list(_findings(config, group, probes, slow.get(k, ()))),
+        findings=findings,
     )
-
-
-def _findings(
-    config: ResolvedConfig, group: Sequence[int], probes: Mapping[int, Mapping[str, Any]], slow: Sequence[str]
-) -> Iterator[str]:
-    probe = probes[group[0]]
-    faults = [fault for gpu in probe["gpus"] for fault in gpu_faults(f"CUDA device {gpu['index']}", gpu)]
-    yield from (f"{message} – {remedy}" for message, remedy in [*faults, *logged_faults(probe)])
-    if not probe["tmux"] and not config.in_job_steps:
-        yield "tmux is not installed – `sudo apt-get install -y tmux` (or dnf, conda)"
-    for k in group:
-        if probes[k]["workdir_error"]:
-            yield f"the work folder {probes[k]['workdir']} cannot be used: {probes[k]['workdir_error']}"
-    if probe["disk_free"] < _LITTLE * probe["disk"]["size"]:
-        yield f"only {decimal(probe['disk_free'])} of its disk are free – gnnfleet clean deletes what old runs left"
-    left = {run["run_id"]: run["pids"] for k in group for run in probes[k]["leftovers"]}
-    for run_id, pids in left.items():
-        numbers = " ".join(map(str, pids))
-        yield f"processes of run {run_id} still run without a supervisor – kill -KILL {numbers}"
-    if slow:
-        busy = ", ".join(users_of(probe).values())
-        remedy = f"{busy} uses it: measure again when it is free" if busy else "look for other processes (`top`), heat"
-        yield f"it {'; '.join(slow)} – {remedy}"
 
 
 def _row(host: Host) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import FleetError, TransportError, reason_of
@@ -15,7 +15,7 @@ from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import NodeView
 from launcher.run.tmux_session import if_run_exists, run_was_absent
 from launcher.transport import close_all, connect_all
-from launcher.transport.base import Completed, Transport
+from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 
 _TIMEOUT = 30.0  # seconds for one query
@@ -76,11 +76,6 @@ def node_view(node: NodePlan, transport: Transport, words: Sequence[str]) -> Nod
     ended = time.time()
     if run_was_absent(done):
         return NodeView(node, absent=True)
-    view = _view(node, done)
-    return replace(view, offset=view.now - ended)  # watch.py prints its clock last: the error is the latency
-
-
-def _view(node: NodePlan, done: Completed) -> NodeView:
     lines: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     printed = done.stdout.decode("utf-8", "replace").split("\n")
@@ -97,5 +92,12 @@ def _view(node: NodePlan, done: Completed) -> NodeView:
         raise FleetError(
             f"the node's state could not be read: {words[-1] if words else f'exit status {done.returncode}'}"
         )
-    lost = values.get("lost", {}).get("reason", "")
-    return NodeView(node, values.get("state"), values.get("result"), lost, now=values["now"], lines=lines)
+    return NodeView(
+        node,
+        values.get("state"),
+        values.get("result"),
+        values.get("lost", {}).get("reason", ""),
+        now=values["now"],
+        offset=values["now"] - ended,  # watch.py prints its clock last: the error is the latency
+        lines=lines,
+    )

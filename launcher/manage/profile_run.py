@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.errors import FleetError
@@ -23,8 +22,25 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
     """
     plan = run.found.needed_plan
     missing: dict[int, str] = {}
+    files: list[Path] = []
+    not_collected = []
+    for node in plan.nodes:
+        logs = collected_logs(run.found, node.node_rank)
+        if logs is None:
+            not_collected.append(node.node_rank)
+        else:
+            files += sorted(logs.glob(_FILES))
     with tempfile.TemporaryDirectory(prefix="gnnfleet-profile-") as folder:
-        files = list(_metrics_files(run, Path(folder), missing))
+        # Of files that are not here, the last lines.
+        views = run.views(not_collected, lambda k: ("--only", _FILES, "--tail", str(_LAST))) if not_collected else {}
+        for k, view in views.items():
+            if view.unreachable:
+                missing[k] = view.unreachable
+            for name, lines in view.lines.items():
+                file = Path(folder) / f"node{k}" / Path(name).name
+                file.parent.mkdir(exist_ok=True)
+                file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+                files.append(file)
         profile = analyse(files).profile
     if profile is None:
         why = "; ".join(f"{plan.nodes[k].label}: {words}" for k, words in sorted(missing.items()))
@@ -33,26 +49,3 @@ def run_profile(run: OpenRun) -> tuple[Profile, dict[int, str]]:
             + (f" ({why})" if why else ": too few steps are done, or the run's own script trains without StepLog")
         )
     return profile, missing
-
-
-def _metrics_files(run: OpenRun, folder: Path, missing: dict[int, str]) -> Iterator[Path]:
-    """Yield a metrics file for each rank: the collected file or, if there is none, the last lines of the node's file.
-
-    The last lines are written to files in ``folder``. For an unreachable node, the reason is added to ``missing``.
-    """
-    not_collected = []
-    for node in run.found.needed_plan.nodes:
-        logs = collected_logs(run.found, node.node_rank)
-        if logs is None:
-            not_collected.append(node.node_rank)
-        else:
-            yield from sorted(logs.glob(_FILES))
-    views = run.views(not_collected, lambda k: ("--only", _FILES, "--tail", str(_LAST))) if not_collected else {}
-    for k, view in views.items():
-        if view.unreachable:
-            missing[k] = view.unreachable
-        for name, lines in view.lines.items():
-            file = folder / f"node{k}" / Path(name).name
-            file.parent.mkdir(exist_ok=True)
-            file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            yield file

@@ -32,11 +32,6 @@ class PreparedResume:
     notes: tuple[str, ...]
 
 
-def needs_no_node(found: FoundRun) -> bool:
-    """Whether the run can be resumed without a connection to its nodes."""
-    return known_without_nodes(found)
-
-
 def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedResume:
     """Return the launch that resumes a run; first collects the run's files if they are not on this machine.
 
@@ -52,7 +47,7 @@ def prepare(run: OpenRun, runs_dir: Path, options: LaunchOptions) -> PreparedRes
             f"{found.run_id}` starts its stopped servers again"
         )
     notes: tuple[str, ...] = ()
-    if not needs_no_node(found):
+    if not known_without_nodes(found):
         views = run.views()
         alive = [view for view in views.values() if view.alive]
         if alive:
@@ -77,7 +72,12 @@ def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, .
     folder = found.folder
     _ = found.needed_config
     assert folder is not None
-    own = options.own_command or _own_command_of(found)
+    own = options.own_command or (found.launch.own_command if found.launch is not None else ())
+    if not own and found.own:  # a run that this machine did not launch
+        raise UsageError(
+            f"the command of run {found.run_id} is known only to the machine that launched it; "
+            f"resume it there, or give the command again: gnnfleet resume {found.words} -- python …"
+        )
     if own and not options.own_command:
         # The user's own command does not read trainer settings.
         keys = {split_override(override)[0] for override in options.overrides}
@@ -106,8 +106,14 @@ def prepare_offline(found: FoundRun, options: LaunchOptions, notes: tuple[str, .
     )
     sends_files = own or ":" in found.needed_config.train.model  # of the folder of the first launch
     cwd = Path(found.launch.cwd) if sends_files and found.launch else None
-    if cwd is not None and not own and (changed := _changed_since_kept(folder / "files", cwd)):
-        notes += (f"{', '.join(changed)}: changed since run {found.run_id}; the new version is sent",)
+    if cwd is not None and not own:
+        # The files of a model class that differ from those that are kept with the run.
+        kept = folder / "files"
+        names = sorted(path.relative_to(kept) for path in kept.rglob("*.py"))
+        both = (name for name in names if (cwd / name).is_file())
+        changed = [str(name) for name in both if (cwd / name).read_bytes() != (kept / name).read_bytes()]
+        if changed:
+            notes += (f"{', '.join(changed)}: changed since run {found.run_id}; the new version is sent",)
     return PreparedResume(resumed, cwd, message, notes)
 
 
@@ -170,30 +176,6 @@ def _files_changed(found: FoundRun, own: Sequence[str]) -> bool:
         return any(Path(file.source).stat().st_mtime > began_at for file in sent)
     except (UsageError, OSError):
         return True  # the launch reports what is missing
-
-
-def _changed_since_kept(kept: Path, cwd: Path) -> list[str]:
-    """Return the files of a model class in ``cwd`` that differ from those that are kept with a run."""
-    names = sorted(path.relative_to(kept) for path in kept.rglob("*.py"))
-    return [
-        str(name) for name in names
-        if (cwd / name).is_file() and (cwd / name).read_bytes() != (kept / name).read_bytes()
-    ]  # fmt: skip
-
-
-def _own_command_of(found: FoundRun) -> tuple[str, ...]:
-    """Return the user's own command of the run; () for the bundled trainer.
-
-    Raises UsageError if this machine does not know the command.
-    """
-    if found.launch is not None:
-        return found.launch.own_command
-    if not found.own:
-        return ()
-    raise UsageError(
-        f"the command of run {found.run_id} is known only to the machine that launched it; "
-        f"resume it there, or give the command again: gnnfleet resume {found.words} -- python …"
-    )
 
 
 def go_to(cwd: Path | None) -> None:

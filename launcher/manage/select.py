@@ -56,8 +56,17 @@ def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Ite
     try:
         seen = _list_runs(config, connections)
         run_id = _choose(seen, run, config_path, connections)
-        plan = _read_plan([one for one in seen if one.run_id == run_id], connections)
-        hosts = _match_hosts(plan, config, [one for one in seen if one.run_id == run_id])
+        of_run = [one for one in seen if one.run_id == run_id]
+        plan = _read_plan(of_run, connections)
+
+        # For each node_rank of the run, the node of the config with the same login, else with the same host, else whose
+        # host has the run's files of this node_rank.
+        logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
+        by_host = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
+        by_login = {node.node_rank: logins.get(node.target, by_host.get(node.host)) for node in plan.nodes}
+        hosts = {node_rank: index for node_rank, index in by_login.items() if index is not None}
+        for one in sorted(of_run, key=lambda one: one.host in hosts.values()):  # hosts without a node first
+            hosts.setdefault(one.node_rank, one.host)
         by_node: dict[int, Transport | TransportError] = {}
         nodes = []
         for k, node in enumerate(plan.nodes):
@@ -134,21 +143,6 @@ def _read_plan(seen: list[_RunFileSeen], connections: Mapping[int, Transport | T
         else:
             errors.append(f"{transport.target}: {done.stderr.decode('utf-8', 'replace').strip()}")
     raise FleetError(f"the plan of run {seen[0].run_id} cannot be read: {'; '.join(errors)}")
-
-
-def _match_hosts(plan: LaunchPlan, config: ClusterConfig, seen: list[_RunFileSeen]) -> dict[int, int]:
-    """Return, for each node_rank of the run, the index of its node in ``config``.
-
-    A node of ``config`` matches if it has the same login; else if it has the same host; else if its host has the run's
-    files of this node_rank, as listed in ``seen``. A node_rank without a match is left out.
-    """
-    logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
-    hosts = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
-    by_login = {node.node_rank: logins.get(node.target, hosts.get(node.host)) for node in plan.nodes}
-    matched = {node_rank: index for node_rank, index in by_login.items() if index is not None}
-    for one in sorted(seen, key=lambda one: one.host in matched.values()):  # hosts without a node first
-        matched.setdefault(one.node_rank, one.host)
-    return matched
 
 
 @dataclass(frozen=True)

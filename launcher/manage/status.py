@@ -71,7 +71,7 @@ class Status:
         return attempt.ranks(view.node for view in self.views.values())
 
     def to_json(self) -> dict[str, Any]:
-        launch = self.found.launch
+        launch, ranks = self.found.launch, self.ranks
         return {
             "run_id": self.found.run_id,
             "state": self.verdict.state,
@@ -81,7 +81,18 @@ class Status:
             "launcher": {"by": launch.who, "pid": launch.pid, "stage": launch.stage, "alive": launch.alive()}
             if launch
             else None,
-            "nodes": [_node_json(view, self.ranks[k]) for k, view in self.views.items()],
+            "nodes": [
+                {
+                    "node_rank": k,
+                    "target": view.node.target,
+                    "state": view.word,
+                    "why": view.unreachable or view.lost or (view.result or {}).get("reason", ""),
+                    "heartbeat_age": view.heartbeat_age,
+                    "ranks": {str(rank): dict(view.ranks.get(str(rank), {})) for rank in ranks[k]},
+                    "findings": list(view.report.get("findings") or []),
+                }
+                for k, view in self.views.items()
+            ],
             "notes": list(self.verdict.notes),
             "findings": _findings(self),
             "gpu_faults": list(self.faults),
@@ -142,7 +153,8 @@ def rendered(status: Status) -> Group:
         Text(verdict.sentence, "bold yellow" if verdict.alarm else _STYLES.get(verdict.state, "bold"))
     ]
     if status.views:
-        rows = [row for k, view in status.views.items() for row in _rows(view, status.ranks[k])]
+        ranks = status.ranks
+        rows = [row for k, view in status.views.items() for row in _rows(view, ranks[k])]
         parts.append(FittedTable(_COLUMNS, rows))
     parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
     parts += [Text(f"finding: {text}", "yellow") for text in (*_findings(status), *status.faults)]
@@ -179,15 +191,3 @@ def _findings(status: Status) -> list[str]:
     else:
         shown = [finding for finding in lasting_findings(found) if not finding.get("stop")]
     return list(dict.fromkeys(str(finding["text"]) for finding in shown))
-
-
-def _node_json(view: NodeView, ranks: Sequence[int]) -> dict[str, Any]:
-    return {
-        "node_rank": view.node.node_rank,
-        "target": view.node.target,
-        "state": view.word,
-        "why": view.unreachable or view.lost or (view.result or {}).get("reason", ""),
-        "heartbeat_age": view.heartbeat_age,
-        "ranks": {str(rank): dict(view.ranks.get(str(rank), {})) for rank in ranks},
-        "findings": list((view.result or view.state or {}).get("findings") or []),
-    }

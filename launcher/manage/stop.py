@@ -123,7 +123,13 @@ def _end_here(found: FoundRun) -> str:
     launch = found.launch
     prepares = found.result is None and launch is not None and launch.alive()
     if launch is not None and launch.slurm_job and (prepares or launch.requeued):
-        _end_job(launch.slurm_job)
+        cancel(launch.slurm_job)
+        end = time.monotonic() + _JOB_WAIT
+        while not job_status(launch.slurm_job).ended:
+            if time.monotonic() > end:
+                job = launch.slurm_job
+                raise FleetError(f"Slurm job {job} did not end within {_JOB_WAIT:g} s; see `squeue -j {job}`")
+            time.sleep(0.5)
         what = "nothing had been started on the nodes" if prepares else "which would have resumed it"
         return f"run {found.run_id}: Slurm job {launch.slurm_job} was cancelled{';' if prepares else ','} {what}"
     if launch is None or not prepares:
@@ -133,13 +139,3 @@ def _end_here(found: FoundRun) -> str:
             f"the launcher of run {found.run_id} (pid {launch.pid}) did not end; kill it: kill -9 {launch.pid}"
         )
     return f"run {found.run_id}: its launcher (pid {launch.pid}) was stopped; nothing had been started on the nodes"
-
-
-def _end_job(job: str) -> None:
-    """Cancel a Slurm job that has no processes on its nodes, and wait for its end."""
-    cancel(job)
-    end = time.monotonic() + _JOB_WAIT
-    while not job_status(job).ended:
-        if time.monotonic() > end:
-            raise FleetError(f"Slurm job {job} did not end within {_JOB_WAIT:g} s; see `squeue -j {job}`")
-        time.sleep(0.5)

@@ -30,7 +30,7 @@ from launcher.manage.node_views import OpenRun
 from launcher.manage.resume import prepare_offline
 from launcher.plan.build import offline_plan
 from launcher.plan.sbatch import sbatch_script
-from launcher.report.run_folder import FoundRun, attempts, read_folder, read_result, register
+from launcher.report.run_folder import attempts, read_folder, read_result, register
 from launcher.run.options import LaunchOptions, choose_run_id, run_folder
 from launcher.text import count
 from launcher.transport.local import LocalTransport
@@ -99,18 +99,13 @@ def _submit_run(config: ClusterConfig, options: LaunchOptions, console: Console)
 def script_of(config: ClusterConfig, options: LaunchOptions, run_id: str) -> str:
     """Return the batch script that launches the run ``run_id``. Raises UsageError for an invalid option of sbatch."""
     folder = run_folder(config, run_id).absolute()
-    words = _launch_words(folder / CONFIG, run_id, folder.parent, options)
-    name = f"gnnfleet-{config.name}"
-    return sbatch_script(config, run_id=run_id, command=words, cwd=Path.cwd(), log=folder / LOG, job_name=name)
-
-
-def _launch_words(config: Path, run_id: str, runs_dir: Path, options: LaunchOptions) -> tuple[str, ...]:
-    """Return the command of the batch script: a launch of the config on the nodes of the job."""
     program = (sys.executable, os.path.abspath(sys.argv[0]))
-    words = ("launch", "--config", str(config), "--run-id", run_id, "--runs-dir", str(runs_dir), "--plain")
+    words = ("launch", "--config", str(folder / CONFIG), "--run-id", run_id, "--runs-dir", str(folder.parent))
     resumed = ("--resumed-from", options.resumed_from) if options.resumed_from else ()
     own = ("--", *options.own_command) if options.own_command else ()
-    return (*program, *words, *resumed, *own)
+    command = (*program, *words, "--plain", *resumed, *own)
+    name = f"gnnfleet-{config.name}"
+    return sbatch_script(config, run_id=run_id, command=command, cwd=Path.cwd(), log=folder / LOG, job_name=name)
 
 
 def follow_job(run: SubmittedRun, console: Console) -> dict[str, Any]:
@@ -221,7 +216,12 @@ def resumed_after_requeue(
     begun = [folder for folder in attempts(run_folder(config, options.run_id)) if (folder / "config.yml").is_file()]
     if not begun:
         return options, ""
-    found = _collected(read_folder(begun[-1]))
+    found = read_folder(begun[-1])
+    assert found.folder is not None
+    if found.plan is not None and (found.result is None or found.result["notes"]):  # its launcher has not collected
+        run = OpenRun(found, {node.node_rank: LocalTransport(node.node_rank) for node in found.plan.nodes})
+        collect_run(run, found.folder)
+        found = replace(read_folder(found.folder), launch=found.launch)
     asked = LaunchOptions(
         config=Path(),
         run_id=f"{options.run_id}-r{count}",
@@ -231,13 +231,3 @@ def resumed_after_requeue(
     )
     again = prepare_offline(found, asked)
     return again.options, f"job {config.slurm_job} was requeued: {again.message}"
-
-
-def _collected(found: FoundRun) -> FoundRun:
-    """Collect the files of ``found``, an earlier run of this job, unless its launcher has collected them."""
-    assert found.folder is not None
-    if found.plan is None or (found.result is not None and not found.result["notes"]):
-        return found
-    run = OpenRun(found, {node.node_rank: LocalTransport(node.node_rank) for node in found.plan.nodes})
-    collect_run(run, found.folder)
-    return replace(read_folder(found.folder), launch=found.launch)

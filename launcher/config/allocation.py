@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from launcher.errors import Problem
 from launcher.hostlist import RangeError, expand, split_list
@@ -25,24 +24,6 @@ _UUIDS_OF_ONE_HOST = (
 )
 
 _UUID = re.compile(r"(GPU|MIG)-\S")
-
-
-@dataclass(frozen=True)
-class _Allocation:
-    """The resources of the Slurm job in which this process runs."""
-
-    job: str
-    hosts: tuple[str, ...]
-    devices: tuple[int | str, ...] = ()  #: of this host: ids, taken for those of each host, or UUIDs
-
-
-def _current_allocation(environ: Mapping[str, str]) -> _Allocation | None:
-    """Return the allocation of the Slurm job of this process; None outside of a job. Raises RangeError."""
-    job, hosts = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
-    if not job or not hosts:
-        return None
-    expanded = tuple(host for word in split_list(hosts) for host in expand(word))  # such as gpu[01-03,07],login
-    return _Allocation(job, expanded, _devices(environ))
 
 
 def _devices(environ: Mapping[str, str]) -> tuple[int | str, ...]:
@@ -74,17 +55,27 @@ def with_allocation(tree: Section, origin: Origin, environ: Mapping[str, str], r
     if isinstance(job, Scalar) and not job.empty:
         return tree
     nodes = tree.items.get("nodes", Scalar(origin, "", "null"))
-    found, listed, problem = None, nodes, None
+    job_id, of_job = environ.get("SLURM_JOB_ID"), environ.get("SLURM_JOB_NODELIST")
+    found: tuple[str, ...] | None = None  # hosts of the job of this process; None outside of a job
+    listed, problem = nodes, None
     try:
-        found = _current_allocation(environ)
+        if job_id and of_job:  # such as gpu[01-03,07],login
+            found = tuple(host for word in split_list(of_job) for host in expand(word))
         listed = nodes if is_count(nodes) else expand_nodes(nodes)
     except RangeError as error:
         problem = Problem(origin.file, origin.line, f"SLURM_JOB_NODELIST or nodes: {error}")
     wanted = int(nodes.text) if isinstance(nodes, Scalar) and is_count(nodes) and len(nodes.text) < 6 else 0
-    hosts = found.hosts if found else _placeholders(tree, listed, wanted)
+    options = tree.items.get("slurm")
+    number = options.items.get("nodes") if isinstance(options, Section) else None
+    if found is not None:
+        hosts = found
+    else:
+        # A placeholder for each node of the future job; none if their number is unknown.
+        places = wanted or (len(listed.items) if isinstance(listed, YamlSequence) else 0)
+        if isinstance(number, Scalar) and number.text.isdecimal() and len(number.text) < 6:
+            places = int(number.text)
+        hosts = tuple(f"slurm-node{k}" for k in range(places))
     if not hosts and problem is None:
-        options = tree.items.get("slurm")
-        number = options.items.get("nodes") if isinstance(options, Section) else None
         problem = Problem(origin.file, origin.line, _NOT_IN_JOB)
         if isinstance(number, Scalar) and not number.empty:
             words = f"slurm.nodes: expected a whole number of at least 1, found {describe(number)}"
@@ -95,48 +86,26 @@ def with_allocation(tree: Section, origin: Origin, environ: Mapping[str, str], r
     if problem is not None:
         report(problem)
         hosts, wanted = ("unknown",), 0
+
+    # An entry per host, with the host's name, the settings of its entry in the list, and the GPUs of the job.
     defaults = tree.items.get("defaults")
     given = isinstance(defaults, Section) and bool({"devices", "procs"} & defaults.items.keys())
-    devices = found.devices if found and not given else ()
-    entries = _entries(listed, hosts[: wanted or None], origin, devices)
+    devices = _devices(environ) if found is not None and not given else ()
+    in_list = [one for one in listed.items if isinstance(one, Section)] if isinstance(listed, YamlSequence) else []
+    entries = []
+    for k, host in enumerate(hosts[: wanted or None]):
+        own = in_list[min(k, len(in_list) - 1)] if in_list else Section(origin, {}, {})
+        of_node: dict[str, Tree] = {**own.items, "host": Scalar(origin, host, "str")}
+        if devices and not {"devices", "procs"} & own.items.keys():
+            ids = (Scalar(origin, str(one), "int" if isinstance(one, int) else "str") for one in devices)
+            of_node["devices"] = YamlSequence(origin, tuple(ids))
+        entries.append(Section(own.origin, of_node, own.keys))
     taken = [entry for entry in entries if entry.items.get("devices", tree).origin is origin]
     if len(entries) > 1 and taken and isinstance(devices[0], str):
         report(Problem(origin.file, origin.line, _UUIDS_OF_ONE_HOST))
-    items: dict[str, Tree] = {**tree.items, "nodes": YamlSequence(nodes.origin, entries)}
+    items: dict[str, Tree] = {**tree.items, "nodes": YamlSequence(nodes.origin, tuple(entries))}
     keys = {**tree.keys, "nodes": tree.keys.get("nodes", origin)}
-    if found:
-        items["slurm_job"] = Scalar(origin, found.job, "str", plain=False)
+    if found is not None:
+        items["slurm_job"] = Scalar(origin, str(job_id), "str", plain=False)
         keys["slurm_job"] = origin
     return Section(tree.origin, items, keys)
-
-
-def _entries(
-    listed: Tree, hosts: tuple[str, ...], origin: Origin, devices: tuple[int | str, ...]
-) -> tuple[Section, ...]:
-    """Return one entry of ``nodes`` per host, with the host's name and the settings of its entry in ``listed``."""
-    given = [one for one in listed.items if isinstance(one, Section)] if isinstance(listed, YamlSequence) else []
-    entries = []
-    for k, host in enumerate(hosts):
-        own = given[min(k, len(given) - 1)] if given else Section(origin, {}, {})
-        items = {**own.items, "host": Scalar(origin, host, "str")}
-        if devices and not {"devices", "procs"} & own.items.keys():
-            items["devices"] = YamlSequence(
-                origin,
-                tuple(Scalar(origin, str(device), "int" if isinstance(device, int) else "str") for device in devices),
-            )
-        entries.append(Section(own.origin, items, own.keys))
-    return tuple(entries)
-
-
-def _placeholders(tree: Section, listed: Tree, wanted: int) -> tuple[str, ...]:
-    """Return a placeholder for each node of the future job of the config ``tree``; () if their number is unknown.
-
-    The number is ``slurm.nodes``, else ``wanted`` if it is not 0, else the length of the list ``listed``.
-    """
-    options = tree.items.get("slurm")
-    number = options.items.get("nodes") if isinstance(options, Section) else None
-    if isinstance(number, Scalar) and number.text.isdecimal() and len(number.text) < 6:
-        nodes = int(number.text)
-    else:
-        nodes = wanted or (len(listed.items) if isinstance(listed, YamlSequence) else 0)
-    return tuple(f"slurm-node{k}" for k in range(nodes))

@@ -67,8 +67,34 @@ def check_nodes(config: ClusterConfig, reader: Reader) -> None:
     """Report settings that contradict each other in one node or between two nodes; invalid values are skipped."""
     for k, node in enumerate(config.nodes):
         _node(config, node, k, reader)
-    _folders(config, reader)
-    _devices(config, reader)
+
+    # Nodes of one host.
+    by_folder: dict[tuple[str, ...], int] = {}
+    for k, node in enumerate(config.nodes):
+        if not reader.good(*(("nodes", k, name) for name in ("host", "port", "user", "workdir"))):
+            continue
+        folder = node_workdir(node, k)
+        user = str(node.user) if folder.startswith("~") else ""
+        same = by_folder.setdefault((host_key(config, node), str(node.port), user, folder), k)
+        if same != k:
+            reader.report(
+                ("nodes", k),
+                f"nodes.{k} has the same host and workdir as nodes.{same} ({node.host}, "
+                f"{folder}); give each node its own workdir, or put {{node_rank}} into the path",
+            )
+    by_device: dict[tuple[str, str, int | str], int] = {}
+    for k, node in enumerate(config.nodes):
+        if not reader.good(*(("nodes", k, name) for name in ("host", "port", "devices"))):
+            continue
+        for device in node.devices:
+            same = by_device.setdefault((host_key(config, node), str(node.port), device), k)
+            if same != k:
+                reader.report(
+                    ("nodes", k, "devices"),
+                    f"nodes.{k}.devices: device {device} of {node.host} is already listed in nodes.{same}; "
+                    "nodes on one host must use different devices",
+                )
+                break
 
 
 def check(config: ClusterConfig, reader: Reader) -> None:
@@ -155,7 +181,12 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
             f"nodes.{k}: {fewer} procs ({node.procs}) than devices ({len(node.devices)}); "
             "each process uses one device, so leave procs out or list as many devices",
         )
-    _server(node, k, reader)
+    for name in ("procs", "devices"):  # Reader has already removed values that were set for all nodes at once
+        if node.role == "server" and getattr(node, name):
+            reader.report(
+                ("nodes", k, name),
+                f"nodes.{k}.{name}: a server starts no training processes; leave {name} out, or make it `role: worker`",
+            )
     if node.memory is not None and reader.good((*here, "memory")):
         try:
             parse_bytes(node.memory)
@@ -169,16 +200,6 @@ def _node(config: ClusterConfig, node: NodeConfig, k: int, reader: Reader) -> No
             (*here, "data_folder"),
             f"nodes.{k}.data_folder: only for `data.mode: verify`; in mode sync the parts go below workdir",
         )
-
-
-def _server(node: NodeConfig, k: int, reader: Reader) -> None:
-    # Reader has already removed values that were set for all nodes at once
-    for name in ("procs", "devices"):
-        if node.role == "server" and getattr(node, name):
-            reader.report(
-                ("nodes", k, name),
-                f"nodes.{k}.{name}: a server starts no training processes; leave {name} out, or make it `role: worker`",
-            )
 
 
 def _holders(config: ClusterConfig, reader: Reader) -> None:
@@ -203,38 +224,6 @@ def _holders(config: ClusterConfig, reader: Reader) -> None:
             ("data", "replicas"),
             f"data.replicas is {data.replicas}, but {who}; lower it, or add nodes of `role: server`",
         )
-
-
-def _folders(config: ClusterConfig, reader: Reader) -> None:
-    first: dict[tuple[str, ...], int] = {}
-    for k, node in enumerate(config.nodes):
-        if not reader.good(*(("nodes", k, name) for name in ("host", "port", "user", "workdir"))):
-            continue
-        folder = node_workdir(node, k)
-        user = str(node.user) if folder.startswith("~") else ""
-        same = first.setdefault((host_key(config, node), str(node.port), user, folder), k)
-        if same != k:
-            reader.report(
-                ("nodes", k),
-                f"nodes.{k} has the same host and workdir as nodes.{same} ({node.host}, "
-                f"{folder}); give each node its own workdir, or put {{node_rank}} into the path",
-            )
-
-
-def _devices(config: ClusterConfig, reader: Reader) -> None:
-    first: dict[tuple[str, str, int | str], int] = {}
-    for k, node in enumerate(config.nodes):
-        if not reader.good(*(("nodes", k, name) for name in ("host", "port", "devices"))):
-            continue
-        for device in node.devices:
-            same = first.setdefault((host_key(config, node), str(node.port), device), k)
-            if same != k:
-                reader.report(
-                    ("nodes", k, "devices"),
-                    f"nodes.{k}.devices: device {device} of {node.host} is already listed in nodes.{same}; "
-                    "nodes on one host must use different devices",
-                )
-                break
 
 
 def _data(config: ClusterConfig, reader: Reader) -> None:

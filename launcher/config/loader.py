@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import yaml
 
 from launcher.config.consistency import check, check_nodes
-from launcher.config.schema import ClusterConfig, NodeConfig
+from launcher.config.schema import ClusterConfig
 from launcher.config.validation import KeyPath, Reader, dotted, has_keys, short_form
 from launcher.errors import ConfigError, Problem
 from launcher.files import read_text
@@ -120,7 +120,16 @@ def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
     """
     local = config.local
     _check_path(reader, ("run", "runs_dir"), config.run.runs_dir)
-    nodes = tuple(_node(node, k, local, reader) for k, node in enumerate(config.nodes))
+    nodes = []
+    for k, node in enumerate(config.nodes):
+        changes: dict[str, str] = {}
+        if node.key:
+            changes["key"] = _here(reader, ("nodes", k, "key"), node.key)
+        for name in ("workdir", "data_folder", "venv", "conda", "python"):
+            text = getattr(node, name)
+            if text and ("/" in text or name not in ("conda", "python")):
+                changes[name] = _on_node(reader, ("nodes", k, name), text, local)
+        nodes.append(replace(node, **changes))  # type: ignore[arg-type]
     data, run, train = config.data, config.run, config.train
     if data.mode == "sync":
         folder = _here(reader, ("data", "folder"), data.folder)
@@ -138,7 +147,7 @@ def resolve_paths(config: ClusterConfig, reader: Reader) -> ClusterConfig:
             reader.report(at, f"run.files: no file or folder `{files[-1]}` on this machine")
     return replace(
         config,
-        nodes=nodes,
+        nodes=tuple(nodes),
         data=replace(data, folder=folder, source=source),
         train=replace(train, resume=resume, start=start),
         run=replace(run, files=tuple(files), runs_dir=os.path.expanduser(run.runs_dir)),
@@ -154,17 +163,6 @@ def _check_path(reader: Reader, place: KeyPath, text: str) -> None:
         wrong = f"there is no user {text.partition('/')[0][1:]} on this machine, or no home folder"
     if wrong and reader.good(place):
         reader.report(place, f"{dotted(place)}: `{text}`: {wrong}")
-
-
-def _node(node: NodeConfig, k: int, local: bool, reader: Reader) -> NodeConfig:
-    changes: dict[str, str] = {}
-    if node.key:
-        changes["key"] = _here(reader, ("nodes", k, "key"), node.key)
-    for name in ("workdir", "data_folder", "venv", "conda", "python"):
-        text = getattr(node, name)
-        if text and ("/" in text or name not in ("conda", "python")):
-            changes[name] = _on_node(reader, ("nodes", k, name), text, local)
-    return replace(node, **changes)  # type: ignore[arg-type]
 
 
 def _here(reader: Reader, place: KeyPath, text: str) -> str:
@@ -227,7 +225,7 @@ def load_config(
 
 def overridden(path: Path, overrides: Sequence[Override], foreign: Foreign | None, report: Report) -> Section:
     """Return the file as a tree with the overrides applied. Raises ConfigError if the file cannot be read at all."""
-    from launcher.config.importers.detect import graph_is_named, read_foreign
+    from launcher.config.importers.detect import read_foreign
 
     foreign = foreign or read_foreign(path)
     tree = foreign.tree if foreign else _read_file(path, report)
@@ -245,8 +243,10 @@ def overridden(path: Path, overrides: Sequence[Override], foreign: Foreign | Non
         tree = with_allocation(tree, transport.origin, os.environ, report)
     for override in (one for one in overrides if one not in first):
         tree = _apply_override(tree, override, report)
-    if foreign:
-        graph_is_named(foreign, tree, path)
+    if foreign and "data" not in tree.items:
+        what = f"{foreign.kind} does not name the graph to train on; add --dataset ogbn-products"
+        more = "--dataset graph.pt (your own file or folder), or --dataset synthetic (a generated graph)"
+        raise ConfigError([Problem(str(path), 0, f"{what}, {more}")])
     return tree
 
 

@@ -183,7 +183,11 @@ class Reader:
         values = self._read_fields(cls, tree, path)
         for item in settings(cls):
             if item.name not in values:
-                values[item.name] = self._absent(item, tree, path)
+                # in bad: the key was given, but misspelt or misplaced
+                if not _has_default(item) and (*path, item.name) not in self.bad:
+                    self.origins.setdefault(path, tree.origin)
+                    self.missing(item, path)
+                values[item.name] = _placeholder(item)
         return cls(**values)
 
     def _read_fields(self, cls: type, tree: Section, path: KeyPath) -> dict[str, Any]:
@@ -207,14 +211,6 @@ class Reader:
                 values[name] = _placeholder(known[name])
         return values
 
-    def _absent(self, item: Field[Any], tree: Section, path: KeyPath) -> Any:
-        here = (*path, item.name)
-        if _has_default(item) or here in self.bad:  # in bad: the key was given, but misspelt or misplaced
-            return _placeholder(item)
-        self.origins.setdefault(path, tree.origin)
-        self.missing(item, path)
-        return _placeholder(item)
-
     def missing(self, item: Field[Any], path: KeyPath) -> None:
         kind = "section" if is_dataclass(_hints(ClusterConfig).get(item.name)) else "key"
         place = f" in {dotted(path)}" if path else ""
@@ -228,7 +224,8 @@ class Reader:
         elsewhere = [where for where, section in others.items() if any(item.name == name for item in settings(section))]
         elsewhere = [where for where in elsewhere if not where.startswith("train.")]  # few users mean these
         if elsewhere:
-            hint = "it belongs " + " or ".join(map(_place_of, elsewhere))
+            words = {"nodes": "in an entry of nodes, or in defaults", "": "at the top level"}
+            hint = "it belongs " + " or ".join(words.get(where, f"in {where}") for where in elsewhere)
         else:
             hint = f"did you mean `{near[0]}`?" if near else f"the keys here are {', '.join(known)}"
         self.bad |= {(*path, near[0])} if near and not elsewhere else {(*where.split("."), name) for where in elsewhere}
@@ -279,17 +276,20 @@ class Reader:
             examples: dict[Any, str] = {int: " such as [2, 1]", int | str: " such as [0, 1]", str: ""}
             example = examples.get(kind, " of hosts" if kind is NodeConfig else "")
             raise _Wrong(f"expected a list{example}, found {describe(tree)}")
-        return tuple(self._element(kind, item, (*path, i)) for i, item in enumerate(tree.items))
-
-    def _element(self, kind: Any, tree: Tree, path: KeyPath) -> Any:
-        self.origins[path] = tree.origin
-        try:
-            return self._value(kind, tree, path)
-        except _Wrong as wrong:
-            self.report(path, f"{dotted(path)}: {wrong}")
-            if get_origin(kind) is Literal:
-                return get_args(kind)[0]
-            return NodeConfig(host="") if kind is NodeConfig else 0 if kind == int | str else kind()
+        values = []
+        for i, item in enumerate(tree.items):
+            here = (*path, i)
+            self.origins[here] = item.origin
+            try:
+                value = self._value(kind, item, here)
+            except _Wrong as wrong:
+                self.report(here, f"{dotted(here)}: {wrong}")
+                if get_origin(kind) is Literal:
+                    value = get_args(kind)[0]
+                else:
+                    value = NodeConfig(host="") if kind is NodeConfig else 0 if kind == int | str else kind()
+            values.append(value)
+        return tuple(values)
 
     def _mapping(self, kind: Any, tree: Tree) -> dict[str, Any]:
         if not isinstance(tree, Section):
@@ -335,12 +335,6 @@ def short_form(kind: Any, tree: Tree) -> Tree:
 def dotted(path: KeyPath) -> str:
     """Return the path in the form that --set accepts, as ``nodes.0.procs``."""
     return ".".join(map(str, path))
-
-
-def _place_of(section: str) -> str:
-    if section == "nodes":
-        return "in an entry of nodes, or in defaults"
-    return f"in {section}" if section else "at the top level"
 
 
 def _plain_value(tree: Tree) -> Any:

@@ -37,7 +37,14 @@ def cluster_yml(foreign: Foreign, tree: Section, name: str, folder: Path) -> str
     kept = _with_defaults(moved)
     items = {key: kept.items[key] for key in (*_ORDER, *kept.items) if key in kept.items}
     body = _with_venv_hint(list(_section(Section(kept.origin, items, kept.keys), 0)), kept)
-    return "\n".join([*head, "", *_aligned(body)]) + "\n"
+
+    # Comments stand in one column, behind all lines but the longest.
+    lines, column = [], min(48, max((len(line) for line, comment in body if comment), default=0))
+    for place, (line, comment) in enumerate(body):
+        if place and not line.startswith(" ") and line.endswith(":"):
+            lines.append("")
+        lines.append(f"{line:<{column}}  # {comment}" if comment else line)
+    return "\n".join([*head, "", *lines]) + "\n"
 
 
 def _comment(words: str) -> list[str]:
@@ -144,11 +151,3 @@ def _where(origin: Origin) -> str:
     if origin.line:
         return f"line {origin.line}"
     return "from the command line" if origin.file.startswith("--") else origin.file
-
-
-def _aligned(lines: list[tuple[str, str]]) -> Iterator[str]:
-    column = min(48, max((len(line) for line, comment in lines if comment), default=0)) + 2
-    for place, (line, comment) in enumerate(lines):
-        if place and not line.startswith(" ") and line.endswith(":"):
-            yield ""
-        yield f"{line:<{column - 2}}  # {comment}" if comment else line

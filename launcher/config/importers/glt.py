@@ -15,7 +15,7 @@ from launcher.config.importers.base import (
     text,
     virtual_origin,
 )
-from launcher.config.importers.partition_folder import ForeignParts, find_parts
+from launcher.config.importers.partition_folder import find_parts
 from launcher.errors import ConfigError, Problem
 from launcher.yaml_tree import Scalar, Section, Tree, YamlSequence, describe, read_tree
 
@@ -45,18 +45,54 @@ def read_glt(source: Source, flags: Flags) -> Foreign:
     lists = {name: _list(tree, name, problems) for name in LISTS if name in tree.items}
     for name, values in lists.items():
         if isinstance(tree.items[name], YamlSequence) and len(values) != len(nodes):
-            problems.append(_unequal(tree, name, values, nodes))
-    problems += [_our_key(tree, name) for name in tree.items if name in _OUR_KEYS]
-    if not problems:
-        order = _order(tree, lists, problems)
+            at, first = tree.keys[name], tree.keys.get("nodes", tree.origin)
+            words = f"{name} has {len(values)} {'entry' if len(values) == 1 else 'entries'}, but nodes "
+            words += f"(line {first.line}) has {len(nodes)}; give one entry per node"
+            problems.append(Problem(at.file, at.line, words))
+    for name in tree.items:
+        if name in _OUR_KEYS:
+            at = tree.keys[name]
+            words = (
+                f"`{name}` is a key of gnnfleet in a file of GLT; do not mix both (`gnnfleet import` converts GLT's)"
+            )
+            problems.append(Problem(at.file, at.line, words))
+    order, ranks = list(range(len(nodes))), lists.get("node_ranks")
+    if ranks is not None and not problems:
+        texts = [rank.text if isinstance(rank, Scalar) else "" for rank in ranks]
+        if sorted(texts) == sorted(map(str, order)):
+            order.sort(key=lambda k: int(texts[k]))
+        else:
+            at = tree.keys["node_ranks"]
+            problems.append(Problem(at.file, at.line, f"node_ranks: expected each of 0 to {len(texts) - 1} once"))
     if problems:
         raise ConfigError(sorted(set(problems), key=lambda problem: problem.line))
+
+    # The config, with the settings of GLT's example.
     entries = [_node(nodes[k], {name: values[k] for name, values in lists.items()}) for k in order]
-    notes = _notes(tree, lists)
+    items: dict[str, Tree] = {"nodes": listed(tree.keys["nodes"], entries)}
+    dataset, origin = tree.items.get("dataset"), virtual_origin("as in GLT's example")
+    if isinstance(dataset, Scalar) and not dataset.empty:
+        items["data"] = section(dataset.origin, _data(dataset))
+    train: dict[str, Tree] = {"model": text(origin, "sage")}
+    train |= {name: number(origin, value) for name, value in _TRAIN_SETTINGS.items()}
+    train["fanouts"] = listed(origin, [number(origin, fanout) for fanout in _FANOUTS])
+    items["train"] = section(origin, train)
+
+    notes = [
+        "GLT asks for passwords, gnnfleet tries keys and the SSH agent; add --set 'nodes.*.password=true' to be asked"
+    ]
+    if ignored := [name for name in _COUNTS if name in tree.items]:
+        notes.append(f"{' and '.join(ignored)} are ignored: they are read from the graph")
+    known = {"nodes", "dataset", *LISTS, *_COUNTS}
+    if more := [name for name in tree.items if name not in known]:
+        notes.append(f"unknown keys are ignored: {', '.join(more)}")
+    shown = {devices.text for devices in lists.get("visible_devices", ()) if isinstance(devices, Scalar)}
+    if len({len(devices.split(",")) for devices in shown}) > 1:
+        notes.append("each node gets one process per device of its own; GLT uses the device count of the first node")
     if flags.part_config or flags.dataset_root_dir:
         named = " and ".join(name for name in ("part_config", "dataset_root_dir") if getattr(flags, name))
         notes.append(parts_note(flags.parts, flags.dataset or "the file's", named))
-    return Foreign("GLT's YAML", _tree(tree, entries), tuple(notes), batch_per_process=True)
+    return Foreign("GLT's YAML", section(tree.origin, items), tuple(notes), batch_per_process=True)
 
 
 def _list(tree: Section, name: str, problems: list[Problem]) -> tuple[Tree, ...]:
@@ -67,37 +103,6 @@ def _list(tree: Section, name: str, problems: list[Problem]) -> tuple[Tree, ...]
     words = "is missing" if found is None else f"expected a list with one entry per node, found {describe(found)}"
     problems.append(Problem(origin.file, origin.line, f"{name}: {words}"))
     return ()
-
-
-def _unequal(tree: Section, name: str, values: tuple[Tree, ...], nodes: tuple[Tree, ...]) -> Problem:
-    at, first = tree.keys[name], tree.keys.get("nodes", tree.origin)
-    return Problem(
-        at.file,
-        at.line,
-        f"{name} has {len(values)} {'entry' if len(values) == 1 else 'entries'}, but nodes "
-        f"(line {first.line}) has {len(nodes)}; give one entry per node",
-    )
-
-
-def _our_key(tree: Section, name: str) -> Problem:
-    at = tree.keys[name]
-    return Problem(
-        at.file,
-        at.line,
-        f"`{name}` is a key of gnnfleet in a file of GLT; do not mix both (`gnnfleet import` converts GLT's)",
-    )
-
-
-def _order(tree: Section, lists: dict[str, tuple[Tree, ...]], problems: list[Problem]) -> list[int]:
-    ranks = lists.get("node_ranks")
-    if ranks is None:
-        return list(range(len(_list(tree, "nodes", problems))))
-    texts = [rank.text if isinstance(rank, Scalar) else "" for rank in ranks]
-    if sorted(texts) != sorted(map(str, range(len(texts)))):
-        at = tree.keys["node_ranks"]
-        problems.append(Problem(at.file, at.line, f"node_ranks: expected each of 0 to {len(texts) - 1} once"))
-        return []
-    return sorted(range(len(texts)), key=lambda k: int(texts[k]))
 
 
 def _node(host: Tree, values: dict[str, Tree]) -> Section:
@@ -122,56 +127,22 @@ def _text(tree: Tree) -> Tree:
     return text(tree.origin, tree.text) if isinstance(tree, Scalar) and not tree.empty else tree
 
 
-def _tree(theirs: Section, nodes: list[Section]) -> Section:
-    origin = virtual_origin("as in GLT's example")
-    fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _TRAIN_SETTINGS.items()}
-    fixed["fanouts"] = listed(origin, [number(origin, fanout) for fanout in _FANOUTS])
-    tree: dict[str, Tree] = {"nodes": listed(theirs.keys["nodes"], nodes)}
-    dataset = theirs.items.get("dataset")
-    if isinstance(dataset, Scalar) and not dataset.empty:
-        tree["data"] = section(dataset.origin, _data(dataset))
-    tree["train"] = section(origin, {"model": text(origin, "sage"), **fixed})
-    return section(theirs.origin, tree)
-
-
 def _data(dataset: Scalar) -> dict[str, Tree]:
     """Return the `data` section for a dataset name, or for the path of a graph or partition folder.
 
     As in GLT's launcher, the parts of a dataset NAME are expected in ``../../data/NAME``, relative to the YAML file.
     """
     origin, name = dataset.origin, dataset.text
-    if (parts := _parts(dataset)) is not None:
+    path, is_path = origin.folder / os.path.expanduser(name), "/" in name or "." in name
+    parts = find_parts(path if is_path else os.path.normpath(origin.folder / "../../data" / name))
+    if parts is not None and (is_path or parts.labelled):
         keep = section(origin, {"method": text(origin, "keep")})
         items = {"dataset": "partition", "source": str(parts.folder), "folder": f"parts/{parts.name}"}
         return {**{key: text(origin, value) for key, value in items.items()}, "partition": keep}
-    path = origin.folder / os.path.expanduser(name)
-    if os.path.exists(path) and ("/" in name or "." in name):
+    if os.path.exists(path) and is_path:
         return {
             "dataset": text(origin, "file"),
             "source": text(origin, name),
             "folder": text(origin, f"parts/{path.stem}"),
         }
     return {"dataset": text(origin, name), "folder": text(origin, f"parts/{name.replace(':', '-').replace('/', '-')}")}
-
-
-def _parts(dataset: Scalar) -> ForeignParts | None:
-    name, folder = dataset.text, dataset.origin.folder
-    if "/" in name or "." in name:
-        return find_parts(folder / os.path.expanduser(name))
-    found = find_parts(os.path.normpath(folder / "../../data" / name))
-    return found if found is not None and found.labelled else None
-
-
-def _notes(tree: Section, lists: dict[str, tuple[Tree, ...]]) -> list[str]:
-    notes = [
-        "GLT asks for passwords, gnnfleet tries keys and the SSH agent; add --set 'nodes.*.password=true' to be asked"
-    ]
-    if ignored := [name for name in _COUNTS if name in tree.items]:
-        notes.append(f"{' and '.join(ignored)} are ignored: they are read from the graph")
-    known = {"nodes", "dataset", *LISTS, *_COUNTS}
-    if more := [name for name in tree.items if name not in known]:
-        notes.append(f"unknown keys are ignored: {', '.join(more)}")
-    shown = {devices.text for devices in lists.get("visible_devices", ()) if isinstance(devices, Scalar)}
-    if len({len(devices.split(",")) for devices in shown}) > 1:
-        notes.append("each node gets one process per device of its own; GLT uses the device count of the first node")
-    return notes

@@ -256,15 +256,24 @@ def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Sec
     notes for the user to ``notes``.
     """
     remote = flags.remote or Remote("")
-    common = _common_keys(remote, flags)
+    origin = virtual_origin("the quoted command")
+    kind, which = remote.interpreter
+    common: dict[str, Tree] = {kind: text(origin, which)} if kind else {}
+    workspace = flags.workspace if flags.workspace and flags.workspace.startswith(("/", "~/")) else ""
+    if folder := remote.folder or workspace.rstrip("/"):
+        common["workdir"] = text(origin, posixpath.join(folder, "gnnfleet-work/node{node_rank}"))
+    if remote.devices:
+        common["devices"] = listed(origin, [number(origin, word) for word in re.split(r"\s*,\s*", remote.devices)])
+    if lines := (*(f"export {pair}" for pair in flags.extra_envs), *remote.setup):
+        common["setup"] = listed(origin, [text(origin, line) for line in lines])
     entries = [section(origin, {"host": text(origin, host), **common}) for origin, host in nodes]
     at = virtual_origin("the host list")
     tree: dict[str, Tree] = {"nodes": listed(nodes[0][0] if nodes else at, entries)}
     if remote.is_example:
-        origin = virtual_origin(f"as in {posixpath.basename(remote.script)}")
+        there = virtual_origin(f"as in {posixpath.basename(remote.script)}")
         hetero = "hetero" in remote.script or flags.dataset == "ogbn-mag"
-        fixed: dict[str, Tree] = {name: number(origin, value) for name, value in _EXAMPLE_SETTINGS.items()}
-        tree["train"] = section(origin, {"model": text(origin, "rsage" if hetero else "sage"), **fixed})
+        fixed: dict[str, Tree] = {name: number(there, value) for name, value in _EXAMPLE_SETTINGS.items()}
+        tree["train"] = section(there, {"model": text(there, "rsage" if hetero else "sage"), **fixed})
         notes.append(
             f"{posixpath.basename(remote.script)} is an example of torch_geometric.distributed, which no longer "
             "works: the bundled trainer runs instead, with the same model and settings"
@@ -280,18 +289,3 @@ def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Sec
     if flags.dataset == "ogbn-product":
         notes.append("ogbn-product is read as ogbn-products, its name in OGB")
     return section(at, tree)
-
-
-def _common_keys(remote: Remote, flags: Flags) -> dict[str, Tree]:
-    origin = virtual_origin("the quoted command")
-    kind, which = remote.interpreter
-    common: dict[str, Tree] = {kind: text(origin, which)} if kind else {}
-    workspace = flags.workspace if flags.workspace and flags.workspace.startswith(("/", "~/")) else ""
-    if folder := remote.folder or workspace.rstrip("/"):
-        common["workdir"] = text(origin, posixpath.join(folder, "gnnfleet-work/node{node_rank}"))
-    if remote.devices:
-        common["devices"] = listed(origin, [number(origin, word) for word in re.split(r"\s*,\s*", remote.devices)])
-    lines = (*(f"export {pair}" for pair in flags.extra_envs), *remote.setup)
-    if lines:
-        common["setup"] = listed(origin, [text(origin, line) for line in lines])
-    return common

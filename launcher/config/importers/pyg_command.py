@@ -52,9 +52,21 @@ class Remote:
 def parse_remote(command: str) -> Remote:
     """Parse ``'cd …; source …/activate; python script.py'``. Raises UsageError for commands that are not supported."""
     remote = Remote(command)
-    statements = _statements(command)
+    pieces = re.findall(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|&&|;|\n|.""", command, re.DOTALL)
+    texts = [""]
+    for piece in pieces:
+        if piece in (";", "&&", "\n"):
+            texts.append("")
+        else:
+            texts[-1] += piece
+    statements = [text.strip() for text in texts if text.strip()]
     for place, statement in enumerate(statements):
-        words = _words(statement, command)
+        lexer = shlex.shlex(statement, posix=True, punctuation_chars="|&<>()")
+        lexer.whitespace_split = True
+        try:
+            words = list(lexer)
+        except ValueError as error:
+            raise _refused(command, str(error).lower()) from None
         if not words:  # a comment
             continue
         if any(_is_python(word) for word in words):
@@ -124,26 +136,6 @@ def _home(path: str, remote: Remote) -> str:
     if "$" in path or "`" in path:
         raise _refused(remote.text, f"write `{path}` without a variable")
     return path
-
-
-def _words(statement: str, command: str) -> list[str]:
-    lexer = shlex.shlex(statement, posix=True, punctuation_chars="|&<>()")
-    lexer.whitespace_split = True
-    try:
-        return list(lexer)
-    except ValueError as error:
-        raise _refused(command, str(error).lower()) from None
-
-
-def _statements(command: str) -> list[str]:
-    pieces = re.findall(r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|&&|;|\n|.""", command, re.DOTALL)
-    statements = [""]
-    for piece in pieces:
-        if piece in (";", "&&", "\n"):
-            statements.append("")
-        else:
-            statements[-1] += piece
-    return [statement.strip() for statement in statements if statement.strip()]
 
 
 def _refused(command: str, why: str) -> UsageError:

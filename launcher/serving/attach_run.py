@@ -26,7 +26,6 @@ from launcher.run.launch import Attach, Attachment
 from launcher.serving.client_keys import admit, server_key, withdraw
 from launcher.serving.cluster_state import (
     FILES,
-    ServerState,
     newest_description,
     open_serving,
     server_rows,
@@ -93,11 +92,15 @@ def _attach(name: str, config: ClusterConfig, config_path: Path, run_id: str, co
             raise UsageError(
                 f"data.dataset: {wanted}, but serving cluster {name} serves {served}; leave data.dataset out"
             )
-        notes = [
-            *filter(None, [resolve_run(config).left_out]),
-            *(status.notes if status.down else ()),
-            *_other_code(states, name),
-        ]
+        notes = [*filter(None, [resolve_run(config).left_out]), *(status.notes if status.down else ())]
+        # Different versions work together if they use the same protocol version.
+        texts = (one.files["run.json"] for one in states.values() if "run.json" in one.files)
+        running = next(map(read_run, texts), None)
+        if running is not None and running.code_digest != code_digest():
+            notes.append(
+                f"serving cluster {name} runs another version of gnnfleet (code digest {running.code_digest[:16]}, "
+                f"here {code_digest()[:16]}). If requests fail: gnnfleet serve stop {name}, then serve again"
+            )
         server, key = server_key(states), Secret()
         if server is not None:
             pair = new_key_pair()
@@ -123,18 +126,6 @@ def detach(name: str, config: ClusterConfig, config_path: Path, run_id: str) -> 
 
 def _say(console: Console, text: str) -> None:
     console.print(text, style="yellow", soft_wrap=True, markup=False)
-
-
-def _other_code(states: Mapping[int, ServerState], name: str) -> list[str]:
-    # Different versions work together if they use the same protocol version.
-    texts = (one.files["run.json"] for one in states.values() if "run.json" in one.files)
-    plan = next(map(read_run, texts), None)
-    if plan is None or plan.code_digest == code_digest():
-        return []
-    return [
-        f"serving cluster {name} runs another version of gnnfleet (code digest {plan.code_digest[:16]}, here "
-        f"{code_digest()[:16]}). If requests fail: gnnfleet serve stop {name}, then serve again"
-    ]
 
 
 # -- before a launch ----------------------------------------------------------------------------

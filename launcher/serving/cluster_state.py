@@ -151,19 +151,15 @@ def newest_description(states: Mapping[int, ServerState], name: str) -> ClusterD
     texts = {k: one.files["cluster.json"] for k, one in states.items() if "cluster.json" in one.files}
     clusters = [read_description(text, states[k].view.node.label) for k, text in texts.items()]
     if not clusters:
-        raise FleetError(f"serving cluster {name}: {_why_unknown(states)}")
+        unreachable = "".join(
+            f"\n  {one.view.node.label}: {one.view.unreachable}" for one in states.values() if one.view.unreachable
+        )
+        why = "none of its nodes has files of the cluster any more"
+        why += f"; these cannot be reached:{unreachable}" if unreachable else ""
+        if all(one.view.unreachable for one in states.values()):
+            why = f"none of its nodes can be reached:{unreachable}"
+        raise FleetError(f"serving cluster {name}: {why}")
     return max(clusters, key=lambda cluster: cluster.version)
-
-
-def _why_unknown(states: Mapping[int, ServerState]) -> str:
-    """Return why no node has a ``cluster.json``."""
-    unreachable = [
-        f"  {one.view.node.label}: {one.view.unreachable}" for one in states.values() if one.view.unreachable
-    ]
-    if len(unreachable) == len(states):
-        return "none of its nodes can be reached:\n" + "\n".join(unreachable)
-    more = "; these cannot be reached:\n" + "\n".join(unreachable) if unreachable else ""
-    return f"none of its nodes has files of the cluster any more{more}"
 
 
 def _check_serving(found: FoundRun) -> None:

@@ -20,7 +20,7 @@ from launcher.errors import FleetError, Interrupted, TransportError, UsageError,
 from launcher.hostlist import fold
 from launcher.manage.node_views import OpenRun, opened
 from launcher.plan.build import final_plan, make_plan, new_token, offline_plan
-from launcher.plan.model import LaunchPlan, NodeFacts, NodePlan, target_text
+from launcher.plan.model import LaunchPlan, NodeFacts, target_text
 from launcher.plan.placement import node_login
 from launcher.plan.serialize import read_run, run_json
 from launcher.report.events import EventLog
@@ -147,19 +147,20 @@ def _serving_state(wanted: ResolvedConfig, name: str, console: Console) -> Itera
         elif different := differences(plan, wanted):
             configs = [known.config, wanted] if known and known.config else [wanted]
             listed = {target_text(node_login(wanted, node)): node for config in configs for node in config.nodes}
-            nodes = tuple(listed.get(node.target) or _config_of(node) for node in plan.nodes)
-            _move_away(FoundRun(name, None, None, plan, replace(wanted, nodes=nodes), None), different, console)
+            nodes = []
+            for node in plan.nodes:
+                login = node.login
+                alone = (
+                    NodeConfig(login.host, login.port, login.user, role="server") if login else NodeConfig("localhost")
+                )
+                nodes.append(listed.get(node.target) or alone)
+            _move_away(FoundRun(name, None, None, plan, replace(wanted, nodes=tuple(nodes)), None), different, console)
             yield _ServingState(wanted, connections)
         else:
             run = OpenRun(FoundRun(name, None, None, plan, wanted, None), connections)
             yield _ServingState(wanted, connections, plan, server_states(run, (*FILES, *SECRETS)))
     finally:
         close_all(connections)
-
-
-def _config_of(node: NodePlan) -> NodeConfig:
-    login = node.login
-    return NodeConfig(login.host, login.port, login.user, role="server") if login else NodeConfig("localhost")
 
 
 def differences(plan: LaunchPlan, wanted: ResolvedConfig) -> list[str]:
@@ -237,7 +238,25 @@ def _start_missing(context: _ServeContext, found: _ServingState) -> Served:
         context.say(f"serving cluster {cluster.name}: {cluster.words}")
         for server, row in zip(cluster.servers, server_rows(cluster), strict=True):
             context.say(row + ("" if server.node_rank in to_start else "  (running)"))
-        _start(context, found, plan)
+
+        # Start them with their files, and wait until they serve; on any error, they are stopped.
+        new = replace(plan, nodes=tuple(plan.nodes[k] for k in found.to_start))
+        transports = {k: each for k in found.to_start if isinstance(each := found.connections[k], Transport)}
+        with start_lock(new, transports):
+            for k in transports:
+                if found.plan is not None:  # what earlier servers left
+                    clear_node(found.plan.nodes[k], transports[k], keeps_key=new.encrypted)
+            context.enter_stage("sync")
+            send_files(context, new, transports)
+            for one in found.seen.values():
+                for path, text in one.files.items():
+                    if path.startswith("clients/"):
+                        for node in new.nodes:
+                            transports[node.node_rank].write(text.encode(), f"{node.run_dir}/{path}", mode=0o600)
+            context.keep_plan(plan)  # after sending: the plan names the programs that other commands run on the nodes
+            context.enter_stage("start")
+            context.say(f"starting {count(len(new.nodes), 'graph server')}")
+            start_servers(new, transports, context.config.run)
     else:
         assert found.plan is not None
         plan, cluster = found.plan, newest_description(found.seen, context.run_id)
@@ -247,7 +266,19 @@ def _start_missing(context: _ServeContext, found: _ServingState) -> Served:
     if not to_start and not behind:
         context.say("nothing to do: every reachable server is running")
         return Served(cluster, (), tuple(left), context.folder)
-    left += _update(found, plan, behind, cluster_text)
+    run_text = run_json(plan)
+
+    def update(k: int, transport: Transport) -> None:
+        # Servers read cluster.json again when it changes, so it is written last.
+        transport.write(run_text.encode(), f"{plan.nodes[k].run_dir}/run.json", mode=0o600)
+        transport.write(cluster_text.encode(), f"{plan.nodes[k].run_dir}/cluster.json", mode=0o644)
+
+    errors = on_connections({k: found.connections[k] for k in behind}, update)
+    left += [
+        f"{plan.nodes[k].label} did not get the new list of servers ({reason_of(error)}); serve again when it is "
+        "reachable"
+        for k, error in sorted(errors.items())
+    ]
     context.done()
     return Served(cluster, to_start, tuple(left), context.folder)
 
@@ -277,44 +308,6 @@ def _new_plan(context: _ServeContext, found: _ServingState) -> LaunchPlan:
         before=found.plan,
     )
     return final_plan(plan, Secret(next(keys, "")))
-
-
-def _start(context: _ServeContext, found: _ServingState, plan: LaunchPlan) -> None:
-    """Start the missing nodes with their files, and wait until they serve; on any error, stop them."""
-    new = replace(plan, nodes=tuple(plan.nodes[k] for k in found.to_start))
-    transports = {k: each for k in found.to_start if isinstance(each := found.connections[k], Transport)}
-    with start_lock(new, transports):
-        for k in transports:
-            if found.plan is not None:  # what earlier servers left
-                clear_node(found.plan.nodes[k], transports[k], keeps_key=new.encrypted)
-        context.enter_stage("sync")
-        send_files(context, new, transports)
-        for one in found.seen.values():
-            for path, text in one.files.items():
-                if path.startswith("clients/"):
-                    for node in new.nodes:
-                        transports[node.node_rank].write(text.encode(), f"{node.run_dir}/{path}", mode=0o600)
-        context.keep_plan(plan)  # after sending: the plan names the programs that other commands run on the nodes
-        context.enter_stage("start")
-        context.say(f"starting {count(len(new.nodes), 'graph server')}")
-        start_servers(new, transports, context.config.run)
-
-
-def _update(found: _ServingState, plan: LaunchPlan, behind: list[int], cluster_text: str) -> list[str]:
-    """Write run.json and cluster.json to running servers. Returns a note for each failure."""
-    run_text = run_json(plan)
-
-    def update(k: int, transport: Transport) -> None:
-        # Servers read cluster.json again when it changes, so it is written last.
-        transport.write(run_text.encode(), f"{plan.nodes[k].run_dir}/run.json", mode=0o600)
-        transport.write(cluster_text.encode(), f"{plan.nodes[k].run_dir}/cluster.json", mode=0o644)
-
-    errors = on_connections({k: found.connections[k] for k in behind}, update)
-    return [
-        f"{plan.nodes[k].label} did not get the new list of servers ({reason_of(error)}); serve again when it is "
-        "reachable"
-        for k, error in sorted(errors.items())
-    ]
 
 
 class _ServeContext(LaunchContext):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,7 +115,20 @@ class ServeStatus:
         style = "bold green" if not self.down else "bold red" if self.lost_parts else "bold yellow"
         parts: list[Text | FittedTable] = [Text(self.sentence, style)]
         parts.append(FittedTable(_SERVERS, [_server_row(node) for node in self.nodes]))
-        rows = [row for node in self.nodes for row in _client_rows(node)]
+        rows: list[tuple[Cell, ...]] = []
+        for node in self.nodes:
+            for client in sorted(_clients(node), key=lambda client: str(client["name"])):
+                rows.append(
+                    (
+                        str(client["name"]),
+                        f"node{node.view.node.node_rank}",
+                        _form(client, "batches", lambda value: f"{value:,}"),
+                        _form(client, "bytes", _size),
+                        _form(client, "queue", lambda value: f"{value:,}"),
+                        _form(client, "buffer_bytes", _size),
+                        _form(client, "seconds_since", lambda value: f"{value:,.0f} s ago"),
+                    )
+                )
         if rows:
             parts += [Text(""), FittedTable(_CLIENTS, rows)]
         parts += [Text(f"note: {note}", "yellow") for note in self.notes]
@@ -178,19 +191,6 @@ def _server_row(node: ServerState) -> tuple[Cell, ...]:
         f"{sum(dropped):,}" if dropped else "–",
         str(restarts) if view.alive else "–",
     )
-
-
-def _client_rows(node: ServerState) -> Iterator[tuple[Cell, ...]]:
-    for client in sorted(_clients(node), key=lambda client: str(client["name"])):
-        yield (
-            str(client["name"]),
-            f"node{node.view.node.node_rank}",
-            _form(client, "batches", lambda value: f"{value:,}"),
-            _form(client, "bytes", _size),
-            _form(client, "queue", lambda value: f"{value:,}"),
-            _form(client, "buffer_bytes", _size),
-            _form(client, "seconds_since", lambda value: f"{value:,.0f} s ago"),
-        )
 
 
 def _fresh(node: ServerState) -> Mapping[str, Any]:

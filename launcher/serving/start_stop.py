@@ -59,35 +59,31 @@ def start_servers(plan: LaunchPlan, transports: Mapping[int, Transport], run: Ru
     nodes = {node.node_rank: node for node in plan.nodes}
     try:
         on_nodes(nodes, lambda k: start_session(transports[k], nodes[k], start_timeout=run.start_timeout)).or_raise()
-        _await_serving(nodes, transports, time.monotonic() + run.start_timeout + COMPILING + _SLACK)
+        deadline = time.monotonic() + run.start_timeout + COMPILING + _SLACK
+        waiting = set(nodes)
+        while waiting:
+            views = on_nodes(waiting, lambda k: node_view(nodes[k], transports[k], _NO_FILES)).or_raise()
+            ended = [view for view in views.values() if view.result is not None or view.lost]
+            if ended:
+                view = min(ended, key=_when)
+                result = view.result or {}
+                why = view.lost or str(result.get("reason", "")) or f"it ended ({view.word})"
+                tail = [text for one in result.get("outcomes", ()) if one["name"] == "server" for text in one["tail"]]
+                log = "".join(f"\n  {text}" for text in tail[-12:])
+                raise FleetError(f"{view.node.label}: {why}{log}\nits log: {_log(view.node)}")
+            waiting = {k for k, view in views.items() if view.word != "serving"}
+            if waiting and time.monotonic() > deadline:
+                late = ", ".join(nodes[k].label for k in sorted(waiting))
+                log = _log(nodes[min(waiting)])
+                raise FleetError(f"{late}: the graph server did not start in time and reported no error; see {log}")
+            if waiting:
+                time.sleep(_EVERY)
     except BaseException as error:
         notes = on_nodes(nodes, lambda k: stop_node(nodes[k], transports[k], run, "gnnfleet serve")).values
         left = [note for note in notes.values() if note]
         if left and isinstance(error, FleetError):
             raise FleetError(f"{error}\n" + "\n".join(left)) from error
         raise
-
-
-def _await_serving(nodes: Mapping[int, NodePlan], transports: Mapping[int, Transport], deadline: float) -> None:
-    waiting = set(nodes)
-    while waiting:
-        views = on_nodes(waiting, lambda k: node_view(nodes[k], transports[k], _NO_FILES)).or_raise()
-        ended = [view for view in views.values() if view.result is not None or view.lost]
-        if ended:
-            view = min(ended, key=_when)
-            result = view.result or {}
-            why = view.lost or str(result.get("reason", "")) or f"it ended ({view.word})"
-            tail = [text for one in result.get("outcomes", ()) if one["name"] == "server" for text in one["tail"]]
-            log = "".join(f"\n  {text}" for text in tail[-12:])
-            raise FleetError(f"{view.node.label}: {why}{log}\nits log: {_log(view.node)}")
-        waiting = {k for k, view in views.items() if view.word != "serving"}
-        if waiting and time.monotonic() > deadline:
-            late = ", ".join(nodes[k].label for k in sorted(waiting))
-            raise FleetError(
-                f"{late}: the graph server did not start in time and reported no error; see {_log(nodes[min(waiting)])}"
-            )
-        if waiting:
-            time.sleep(_EVERY)
 
 
 def _when(view: NodeView) -> float:

@@ -72,11 +72,22 @@ def _collect_node(node: NodePlan, transport: Transport | TransportError, folder:
     if isinstance(transport, TransportError):
         raise transport
     have = {path: found for path, found in _local_files(node.node_rank, folder).items() if re.fullmatch(wanted, path)}
-    answer, room = _request_files(node, transport, wanted, have), _ROOM
+    request = {"path": node.run_dir, "wanted": wanted, "have": have, "small": _SMALL, "room": _ROOM}
+    reply, room = call(transport, node.python, "collect_files", request, _TIMEOUT), _ROOM
+    try:
+        answer = convert(reply, _Files)
+    except ValueError as error:
+        message = f"invalid reply, expected a list of files: {error}"
+        raise NodeCallError(message, host=transport.target, node_rank=transport.node_rank) from None
     where = {path: f"{node.label}: {node.run_dir}/{path}" for path in (*answer.errors, *answer.files)}
     notes = [f"{where[path]} could not be read ({why})" for path, why in answer.errors.items()]
     for path, file in answer.files.items():
-        dest = folder / _local_path(node.node_rank, path)
+        top, _, name = path.rpartition("/")
+        dest = folder / (top or "logs") / f"node{node.node_rank}" / name
+        if path.startswith("output/"):
+            dest = folder / f"output/node{node.node_rank}/{path.removeprefix('output/')}"
+        elif path.startswith(("checkpoints/", "track/")):
+            dest = folder / path
         try:
             requested = is_plain_path(path) and re.fullmatch(wanted, path)  # nodes may reply with others
             if not requested or not dest.parent.resolve().is_relative_to(folder.resolve()):
@@ -115,18 +126,6 @@ class _Files(msgspec.Struct):
     same: list[str] = []  #: files that are here already
 
 
-def _request_files(
-    node: NodePlan, transport: Transport, wanted: str, have: Mapping[str, tuple[int, int]]
-) -> _Files:  # fmt: skip
-    request = {"path": node.run_dir, "wanted": wanted, "have": have, "small": _SMALL}
-    answer = call(transport, node.python, "collect_files", request | {"room": _ROOM}, _TIMEOUT)
-    try:
-        return convert(answer, _Files)
-    except ValueError as error:
-        message = f"invalid reply, expected a list of files: {error}"
-        raise NodeCallError(message, host=transport.target, node_rank=transport.node_rank) from None
-
-
 def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
     """Return size in bytes and time in ns of the files fetched from a node before, by path in its run folder."""
     tops = {
@@ -145,13 +144,6 @@ def _local_files(node_rank: int, folder: Path) -> dict[str, tuple[int, int]]:
                 is_top_level = on_node == "logs" and not name.endswith(".log")
                 found[name if is_top_level else f"{on_node}/{name}"] = (stat.st_size, stat.st_mtime_ns)
     return found
-
-
-def _local_path(node_rank: int, path: str) -> str:
-    if path.startswith("output/"):
-        return f"output/node{node_rank}/{path.removeprefix('output/')}"
-    top, _, name = path.rpartition("/")
-    return path if path.startswith(("checkpoints/", "track/")) else f"{top or 'logs'}/node{node_rank}/{name}"
 
 
 def _outcomes(folder: Path) -> tuple[Mapping[str, Any], ...]:

@@ -59,9 +59,42 @@ def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyRepor
     """Check digests of the parts on all nodes in parallel. Raises SyncError, which names each node, host and file."""
     nodes = {node.node_rank: node for node in plan.nodes if node.parts}
     raw = on_nodes(nodes, lambda k: _read_manifest(nodes[k], transports[k])).or_raise()
-    _all_have_one(list(nodes.values()), raw)
-    manifests = {k: _parsed(nodes[k], text) for k, text in raw.items() if text is not None}
-    _all_the_same(plan, manifests)
+    missing = [node for k, node in nodes.items() if raw[k] is None]
+    if len(missing) == len(nodes):
+        raise SyncError(
+            f"no node has a manifest.json in {missing[0].data_dir}. With data.mode verify a launch does not partition "
+            "the graph: run `gnnfleet partition make --config FILE` on a machine where that folder is mounted, "
+            "or use data.mode sync"
+        )
+    if missing:
+        lines = [f"{node.label}: no {node.data_dir}/manifest.json" for node in missing]
+        raise SyncError(
+            "\n".join([*lines, "Mount the folder on these nodes, or set `data_folder` of each to its path"])
+        )
+    manifests = {}
+    for k, text in raw.items():
+        try:
+            manifests[k] = parse_manifest(text or b"", nodes[k].data_dir)
+        except ValueError as error:
+            raise SyncError(
+                f"{nodes[k].label}: {nodes[k].data_dir}/manifest.json is not usable ({error}); make the partition again"
+            ) from error
+
+    # All nodes have the same manifest.
+    first, *others = nodes.values()
+    common = manifests[first.node_rank]
+    if common.num_parts != plan.num_parts:
+        raise SyncError(
+            f"{first.label}: {first.data_dir} has {common.num_parts} parts, but the config needs "
+            f"{plan.num_parts}; set data.num_parts, or make the partition again"
+        )
+    for node in others:
+        if manifests[node.node_rank].files[-1].sha256 != common.files[-1].sha256:
+            raise SyncError(
+                f"{node.label}: {node.data_dir}/manifest.json differs from {first.data_dir}/manifest.json on "
+                f"{first.label}; all nodes must have parts of the same partition"
+            )
+
     replicated = plan.topology.replicated
     wanted = {k: manifest.of_parts(nodes[k].parts, replicated=replicated) for k, manifest in manifests.items()}
     answers = on_nodes(nodes, lambda k: _wrong_files(nodes[k], transports[k], wanted[k])).or_raise()
@@ -81,46 +114,6 @@ def _read_manifest(node: NodePlan, transport: Transport) -> bytes | None:
                 return None
             raise
         return local.read_bytes()
-
-
-def _all_have_one(nodes: Sequence[NodePlan], raw: Mapping[int, bytes | None]) -> None:
-    missing = [node for node in nodes if raw[node.node_rank] is None]
-    if len(missing) == len(nodes):
-        raise SyncError(
-            f"no node has a manifest.json in {nodes[0].data_dir}. With data.mode verify a launch does not partition "
-            "the graph: run `gnnfleet partition make --config FILE` on a machine where that folder is mounted, "
-            "or use data.mode sync"
-        )
-    if missing:
-        lines = [f"{node.label}: no {node.data_dir}/manifest.json" for node in missing]
-        raise SyncError(
-            "\n".join([*lines, "Mount the folder on these nodes, or set `data_folder` of each to its path"])
-        )
-
-
-def _parsed(node: NodePlan, raw: bytes) -> PartitionFiles:
-    try:
-        return parse_manifest(raw, node.data_dir)
-    except ValueError as error:
-        raise SyncError(
-            f"{node.label}: {node.data_dir}/manifest.json is not usable ({error}); make the partition again"
-        ) from error
-
-
-def _all_the_same(plan: LaunchPlan, manifests: Mapping[int, PartitionFiles]) -> None:
-    first, *others = (node for node in plan.nodes if node.parts)
-    common = manifests[first.node_rank]
-    if common.num_parts != plan.num_parts:
-        raise SyncError(
-            f"{first.label}: {first.data_dir} has {common.num_parts} parts, but the config needs "
-            f"{plan.num_parts}; set data.num_parts, or make the partition again"
-        )
-    for node in others:
-        if manifests[node.node_rank].files[-1].sha256 != common.files[-1].sha256:
-            raise SyncError(
-                f"{node.label}: {node.data_dir}/manifest.json differs from {first.data_dir}/manifest.json on "
-                f"{first.label}; all nodes must have parts of the same partition"
-            )
 
 
 def _wrong_files(node: NodePlan, transport: Transport, files: tuple[PartFile, ...]) -> list[str]:

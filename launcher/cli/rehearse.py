@@ -51,11 +51,11 @@ def _rehearse(
     --fault kills or freezes a process after N training steps, to show what the report of such a failure says.
     """
     from launcher.rehearse.faults import Fault
-    from launcher.rehearse.rehearse import RehearseOptions, rehearse
+    from launcher.rehearse.rehearse import rehearse
 
     wanted = Fault.parse(fault) if fault is not None else None
     options = options_of(ctx, values)
-    report = rehearse(RehearseOptions(options, folder, vertices, wanted), console_of(options.as_json))
+    report = rehearse(options, folder, vertices, wanted, console_of(options.as_json))
     if options.as_json:
         import json
 

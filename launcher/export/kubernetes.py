@@ -73,7 +73,14 @@ def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
         role = f"{nodes[0].role}s"
         others = sum(1 for group in dict.fromkeys(groups) if group.startswith(role))
         groups += [f"{role}-{others}" if others else role] * len(nodes)
-    folder = _parts_folder(config, cluster)
+    data = config.data
+    if data.store is not None and scheme_of(data.store) in ("file", "local"):
+        _check_mounted("data.store", data.store.partition("://")[2], cluster)
+    if data.mode == "sync":
+        folder = f"{HOME if data.store is None else ''}{PARTS}/{parts_name(config)}"
+    else:
+        _check_mounted("data.folder", data.folder, cluster)
+        folder = data.folder
     # The host name of each pod, as given by an Indexed Job or by a JobSet with one replica of each Job.
     job = {group: f"{name}-{group}-0" if cluster.kind == "jobset" else f"{name}-{group}" for group in groups}
     hosts = [f"{job[group]}-{groups[:k].count(group)}" for k, group in enumerate(groups)]
@@ -122,10 +129,7 @@ def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
     if cluster.namespace:
         for manifest in (*manifests, secret):
             manifest["metadata"] = {**manifest["metadata"], "namespace": cluster.namespace}
-    notes = (
-        *_store_notes(config, cluster, left_out),
-        *_notes(request, plan, folder, partition is not None, cluster.namespace),
-    )
+    notes = _notes(request, plan, folder, partition is not None, cluster, left_out)
     return Exported(tuple(manifests), secret, notes)
 
 
@@ -151,20 +155,6 @@ _Dumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
 )
-
-
-def _parts_folder(config: ResolvedConfig, cluster: Cluster) -> str:
-    """Return the partition folder in the pods.
-
-    Raises UsageError if that folder, or the one in which the store is, is on none of the pods' volumes.
-    """
-    data = config.data
-    if data.store is not None and scheme_of(data.store) in ("file", "local"):
-        _check_mounted("data.store", data.store.partition("://")[2], cluster)
-    if data.mode == "sync":
-        return f"{HOME if data.store is None else ''}{PARTS}/{parts_name(config)}"
-    _check_mounted("data.folder", data.folder, cluster)
-    return data.folder
 
 
 def _check_mounted(key: str, folder: str, cluster: Cluster) -> None:
@@ -206,11 +196,25 @@ def _partition_job(config: ResolvedConfig, name: str, folder: str, cluster: Clus
 
 
 def _notes(
-    request: ExportRequest, plan: LaunchPlan, folder: str, made: bool, namespace: str
+    request: ExportRequest, plan: LaunchPlan, folder: str, made: bool, cluster: Cluster, left_out: Sequence[str]
 ) -> tuple[str, ...]:  # fmt: skip
+    """Return notes for the user. ``left_out``: variables with credentials that the nodes had."""
     notes, config = [], request.config
+    if left_out:
+        notes.append(f"credentials are left out ({', '.join(left_out)}), as manifests are not secret")
+    if (store := config.data.store) is not None:
+        notes.append(
+            f"each pod fetches its parts from {store}; before the pods start, upload them: gnnfleet partition push "
+            "--config FILE"
+        )
+        if not cluster.store_secret and scheme_of(store) != "file":
+            notes.append(
+                "give --store-secret NAME, a Secret with variables such as AWS_ACCESS_KEY_ID, unless the pods may read "
+                "the store without credentials"
+            )
     if config.data.mode == "sync" and config.data.store is None and not made:
-        kubectl, new = f"kubectl -n {namespace}" if namespace else "kubectl", f"{folder}.new"
+        kubectl = f"kubectl -n {cluster.namespace}" if cluster.namespace else "kubectl"
+        new = f"{folder}.new"
         running = f"get pods -l gnnfleet/run={plan.run_id} --field-selector=status.phase=Running -o name"
         source = shlex.quote(os.path.expanduser(config.data.folder))
         copy = (  # the folder gets its name when it is complete, and no folder is replaced
@@ -238,22 +242,3 @@ def _notes(
             "cluster.yml, such as --set defaults.memory=16GB"
         )
     return tuple(notes)
-
-
-def _store_notes(config: ResolvedConfig, cluster: Cluster, left_out: Sequence[str]) -> list[str]:
-    """Return notes about parts in ``data.store``. ``left_out``: variables with credentials that the nodes had."""
-    notes, store = [], config.data.store
-    if left_out:
-        notes.append(f"credentials are left out ({', '.join(left_out)}), as manifests are not secret")
-    if store is None:
-        return notes
-    notes.append(
-        f"each pod fetches its parts from {store}; before the pods start, upload them: gnnfleet partition push "
-        "--config FILE"
-    )
-    if not cluster.store_secret and scheme_of(store) != "file":
-        notes.append(
-            "give --store-secret NAME, a Secret with variables such as AWS_ACCESS_KEY_ID, unless the pods may read the "
-            "store without credentials"
-        )
-    return notes

@@ -98,12 +98,42 @@ def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, 
     gnnfleet's code; computed if ''. Raises UsageError if a file of the user's command is missing.
     """
     config, parts = request.config, request.parts
-    nodes = tuple(_placed(node, place) for node, place in zip(config.nodes, places, strict=True))
+    nodes, facts = [], {}
+    for k, (node, place) in enumerate(zip(config.nodes, places, strict=True)):
+        nodes.append(
+            NodeConfig(
+                host=place.address,
+                python=place.python,
+                workdir=place.workdir,
+                data_folder=place.data_folder,
+                role=node.role,
+                devices=tuple(range(len(node.devices))),
+                procs=node.procs,
+                address=place.address,
+                interface=node.interface,
+                env=node.env,
+            )
+        )
+        facts[k] = NodeFacts(
+            node_rank=k,
+            hostname=place.address,
+            home="~",
+            address=place.bind,
+            interface="",
+            python=place.python,
+            versions={},
+            tmux="",
+            devices=(),
+            disk_free=0,
+            memory=0,
+            cpus=node.cpus or 0,
+            clock_offset=0.0,
+            free_ports=(),
+            topology_bytes=parts.topology_bytes if parts else 0,
+        )
     run = replace(config.run, restarts=0, master_addr="auto")
     data = replace(config.data, mode="verify")
-    placed = replace(config, nodes=nodes, run=run, data=data, transport="ssh")
-    size = parts.topology_bytes if parts else 0
-    facts = {k: _facts(k, place, size, config.nodes[k].cpus or 0) for k, place in enumerate(places)}
+    placed = replace(config, nodes=tuple(nodes), run=run, data=data, transport="ssh")
     return make_plan(
         placed,
         run_id=request.run_id,
@@ -112,41 +142,6 @@ def placed_plan(request: ExportRequest, places: Sequence[Place], token: Secret, 
         own_command=request.own_command,
         token=token,
         cwd=request.cwd,
-    )
-
-
-def _placed(node: NodeConfig, place: Place) -> NodeConfig:
-    return NodeConfig(
-        host=place.address,
-        python=place.python,
-        workdir=place.workdir,
-        data_folder=place.data_folder,
-        role=node.role,
-        devices=tuple(range(len(node.devices))),
-        procs=node.procs,
-        address=place.address,
-        interface=node.interface,
-        env=node.env,
-    )
-
-
-def _facts(k: int, place: Place, topology_bytes: int, cpus: int) -> NodeFacts:
-    return NodeFacts(
-        node_rank=k,
-        hostname=place.address,
-        home="~",
-        address=place.bind,
-        interface="",
-        python=place.python,
-        versions={},
-        tmux="",
-        devices=(),
-        disk_free=0,
-        memory=0,
-        cpus=cpus,
-        clock_offset=0.0,
-        free_ports=(),
-        topology_bytes=topology_bytes,
     )
 
 

@@ -108,7 +108,11 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     check_exportable(config, kind)
     if slurm:
         sbatch = {**normalized(config.slurm), **sbatch, **normalized(sbatch)}
-        config = _with_devices_of_job(config, sbatch)
+        # With ``transport: slurm``, nodes get their GPUs from the job, unless one has ``devices`` or ``procs``.
+        number = sbatch.get("gpus-per-node", "").rpartition(":")[2]  # may be as a100:2
+        if config.in_job_steps and number.isdecimal() and not any(n.devices or n.procs for n in config.nodes):
+            devices = tuple(range(int(number)))
+            config = replace(config, nodes=tuple(replace(node, devices=devices) for node in config.nodes))
         shapes = {(node.role, node.nproc, len(node.devices)) for node in config.nodes}
         if len(shapes) > 1 or "worker" not in {role for role, _, _ in shapes}:
             raise UsageError(
@@ -131,7 +135,15 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
     job, notes = _job_values(request, plan, sbatch) if slurm else ({"sbatch": []}, [])
     template = _environment().get_template("node.sh.j2")
     key = json.dumps(new_key_pair()) if plan.encrypted else ""
-    notes = [*_notes(config, plan), *notes, *_store_notes(config, left_out)]
+    notes = [*_notes(config, plan), *notes]
+    if left_out:
+        notes.append(f"credentials are left out ({', '.join(left_out)}); set them in the environment of the script")
+    if (store := config.data.store) is not None:
+        notes.append(
+            f"each node fetches its parts from {store}; upload them before: gnnfleet partition push --config FILE"
+        )
+    if config.data.store_limit is not None:
+        notes.append("data.store_limit has no effect on a script: delete parts that are not needed yourself")
     return Script(template.render(values, **job, kind=kind), key, tuple(notes))
 
 
@@ -151,17 +163,6 @@ def _environment() -> Environment:
         "array": lambda words: _Code(f"({' '.join(quote(str(word)) for word in words)})"),
     }
     return made
-
-
-def _with_devices_of_job(config: ResolvedConfig, options: Mapping[str, str]) -> ResolvedConfig:
-    """Return the config with the GPUs that ``transport: slurm`` gets from its job, by ``gpus-per-node``.
-
-    ``options``: options of sbatch. Nodes with ``devices`` or ``procs`` keep them.
-    """
-    number = options.get("gpus-per-node", "").rpartition(":")[2]  # may be as a100:2
-    if not config.in_job_steps or not number.isdecimal() or any(n.devices or n.procs for n in config.nodes):
-        return config
-    return replace(config, nodes=tuple(replace(node, devices=tuple(range(int(number)))) for node in config.nodes))
 
 
 def _job_values(request: ExportRequest, plan: LaunchPlan, given: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
@@ -233,13 +234,32 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None, s
     lines = ",\n".join(f"  {json.dumps(node, ensure_ascii=False)}" for node in nodes)
     made = re.sub(r"([\\$`])", r"\\\1", f'{json.dumps(head)[:-1]}, "nodes": [\n{lines}\n]}}'.replace("\\u0000", "\0"))
     made = re.sub("\0PORT([0-9]+)\0", r"$((SERVICE_PORT + \1))", made)
+    fetch: list[str] = []  # the command that fetches a node's parts
+    if config.data.store is not None:
+        own = [_Code(word) for word in ('"$PARTS"', "--part", "${OWN[NODE]//,/ --part }")]
+        fetch = [_PYTHON, "-m", "launcher", "partition", "fetch", config.data.store, *own]
+        fetch += ["--replicated"] if plan.topology.replicated else []
+        for name, value in config.data.store_options.items():
+            plain = False  # whether it is a text that YAML reads as it is, and not as a number, a list …
+            with suppress(yaml.YAMLError, ValueError):
+                plain = isinstance(value, str) and yaml.safe_load(value) == value
+            fetch += ["--store-option", f"{name}={value if plain else json.dumps(value)}"]
+    wrap: tuple[str, ...] = ()  # the words before a command in the container of node 0
+    if config.nodes[0].wrap:
+        source = os.path.expanduser(config.data.source or "")
+        folders = [_HERE, _PARTS, "" if slurm else _RUN, source if source.startswith("/") else ""]
+        names = {name for one in plan.nodes for name in _exported(one, config.nodes[0].env)}
+        # A container may start in another folder.
+        there = _HERE if request.own_command or slurm else _RUN
+        within = wrapped(config.nodes[0].wrap, folders, {*_SET, *names})
+        wrap = (*within, "sh", "-c", 'cd "$0" && exec "$@"', there)
     return {
         "what": f"{words}: {count(plan.world_size, 'process', 'es')} on {count(len(plan.nodes), 'node')}",
         "needs": ", ".join(needs),
         "run_id": plan.run_id,
         "setup": map(_Code, shell.setup),
         "python": shell.argv[0],
-        "wrap": _wrap(request, plan, slurm) if config.nodes[0].wrap else "",
+        "wrap": _Code(" ".join(map(_quoted, wrap))) if wrap else "",
         "parts": parts,
         "key": key_path(output).name if plan.encrypted and output else "",
         "here": str((output.absolute() if output else Path.cwd() / "script").parent),
@@ -247,7 +267,7 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None, s
         "partition": _lines([_PYTHON, *(_PARTS if word == folder else word for word in partition[1:])])
         if partition
         else "",
-        "fetch": _fetch(config, plan),
+        "fetch": _lines(fetch) if fetch else "",
         "remedy": "make the parts there, or copy them" if partition else "copy the parts there, or change PARTS",
         "cluster": _Code(re.sub("\0HOST([0-9]+)\0", r"${HOSTS[\1]}", made)),
         "world_size": plan.world_size,
@@ -258,22 +278,15 @@ def _run_values(request: ExportRequest, plan: LaunchPlan, output: Path | None, s
     }
 
 
-def _wrap(request: ExportRequest, plan: LaunchPlan, slurm: bool) -> _Code:
-    """Return the words before a command in the container of node 0."""
-    config = request.config
-    node, source = config.nodes[0], os.path.expanduser(config.data.source or "")
-    folders = [_HERE, _PARTS, "" if slurm else _RUN, source if source.startswith("/") else ""]
-    names = {name for one in plan.nodes for name in _exported(one, node.env)}
-    # A container may start in another folder.
-    folder = _HERE if request.own_command or slurm else _RUN
-    words = (*wrapped(node.wrap, folders, {*_SET, *names}), "sh", "-c", 'cd "$0" && exec "$@"', folder)
-    return _Code(" ".join(map(_quoted, words)))
-
-
 def _node_values(config: ResolvedConfig, plan: LaunchPlan, hosts: Sequence[str], kind: str) -> dict[str, Any]:
     """Return the values of the template that describe the nodes and their processes."""
     distinct = list(dict.fromkeys(hosts))
     numbers = ", ".join(f"{k} on {host}" for k, host in enumerate(hosts[:4]))
+    # One command starts the graph server of any node. It has the options of a gateway, which do no harm on others.
+    server = max((list(node.server.argv) for node in plan.nodes if node.server), key=len, default=[])
+    for option, value in _SERVER_OPTIONS.items():
+        if option in server:
+            server[server.index(option) + 1] = _Code(value)
     return {
         "nodes": plan.nodes,
         "numbers": numbers + (", …" if len(hosts) > 4 else ""),
@@ -288,7 +301,7 @@ def _node_values(config: ResolvedConfig, plan: LaunchPlan, hosts: Sequence[str],
         "find_interface": len(distinct) > 1 and not any(node.interface for node in config.nodes),
         "other": hosts.index(distinct[-1]) if len(distinct) > 1 else 0,
         "exports": _exports(config, plan),
-        "server": _server(plan),
+        "server": _lines(server),
         "trainer": _trainer(plan, kind, bool(config.nodes[0].wrap)),
     }
 
@@ -310,33 +323,6 @@ def _exported(node: NodePlan, user: Mapping[str, str]) -> dict[str, str]:
     env = {name: text for name, text in env.items() if name not in RANK_VARIABLES}
     found = {name: text for name, text in env.items() if name in user or not _NOT_EXPORTED.fullmatch(name)}
     return {**found, **({"PYTHONPATH": user["PYTHONPATH"]} if "PYTHONPATH" in user else {})}
-
-
-def _server(plan: LaunchPlan) -> str:
-    """Return the one command that starts the graph server of any node; '' if the plan has no graph servers.
-
-    The command has the options of a gateway, which do no harm on other nodes.
-    """
-    argv = max((list(node.server.argv) for node in plan.nodes if node.server), key=len, default=[])
-    for option, value in _SERVER_OPTIONS.items():
-        if option in argv:
-            argv[argv.index(option) + 1] = _Code(value)
-    return _lines(argv)
-
-
-def _fetch(config: ResolvedConfig, plan: LaunchPlan) -> str:
-    """Return the command that fetches a node's parts; '' without ``data.store``."""
-    if config.data.store is None:
-        return ""
-    parts = [_Code(word) for word in ('"$PARTS"', "--part", "${OWN[NODE]//,/ --part }")]
-    argv = [_PYTHON, "-m", "launcher", "partition", "fetch", config.data.store, *parts]
-    argv += ["--replicated"] if plan.topology.replicated else []
-    for name, value in config.data.store_options.items():
-        plain = False  # whether it is a text that YAML reads as it is, and not as a number, a list …
-        with suppress(yaml.YAMLError, ValueError):
-            plain = isinstance(value, str) and yaml.safe_load(value) == value
-        argv += ["--store-option", f"{name}={value if plain else json.dumps(value)}"]
-    return _lines(argv)
 
 
 def _trainer(plan: LaunchPlan, kind: str, wrapped: bool) -> str:
@@ -399,17 +385,3 @@ def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
     if plan.train is not None and ":" in plan.train.model:
         notes.append("the file of the model class and run.files are not copied: every node needs them beside this file")
     return tuple(notes)
-
-
-def _store_notes(config: ResolvedConfig, left_out: Sequence[str]) -> list[str]:
-    """Return notes about parts in ``data.store``. ``left_out``: variables with credentials that the nodes had."""
-    notes, data = [], config.data
-    if left_out:
-        notes.append(f"credentials are left out ({', '.join(left_out)}); set them in the environment of the script")
-    if data.store is not None:
-        notes.append(
-            f"each node fetches its parts from {data.store}; upload them before: gnnfleet partition push --config FILE"
-        )
-    if data.store_limit is not None:
-        notes.append("data.store_limit has no effect on a script: delete parts that are not needed yourself")
-    return notes

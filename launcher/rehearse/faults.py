@@ -110,19 +110,17 @@ class FaultInjector:
             progress = read_progress(self._progress)
             if self._per_epoch and progress and progress[2] in ("load", "compute", "reduce"):
                 self.steps = max(self.steps, (progress[0] - 1) * self._per_epoch + progress[1])
-            if self.steps < self.fault.step or not self._inject():
+            pid = None
+            if self.steps >= self.fault.step:
+                pid = self._rank_pid() if self.fault.target == "rank" else self._server_pid()
+            if pid is None:
                 self._over.wait(_POLL)
-
-    def _inject(self) -> bool:
-        pid = self._rank_pid() if self.fault.target == "rank" else self._server_pid()
-        if pid is None:
-            return False
-        number = _SIGNALS[self.fault.action]
-        procs.send(pid, number)
-        self.happened = True
-        text = f"fault: {number.name} sent to {self.fault.name} (pid {pid}) after {self.steps} steps"
-        self.console.print(Text(text, "bold magenta"), soft_wrap=True)
-        return True
+                continue
+            number = _SIGNALS[self.fault.action]
+            procs.send(pid, number)
+            self.happened = True
+            text = f"fault: {number.name} sent to {self.fault.name} (pid {pid}) after {self.steps} steps"
+            self.console.print(Text(text, "bold magenta"), soft_wrap=True)
 
     def _rank_pid(self) -> int | None:
         record = record_in(STARTED, str(self._folder / "procs" / f"{self.fault.name}.json"))

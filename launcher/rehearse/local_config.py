@@ -33,14 +33,43 @@ def local_config(config: ClusterConfig, folder: Path, vertices: int) -> ClusterC
     Raises:
         UsageError: the graph belongs to a serving cluster, or cannot be made smaller.
     """
+    data = config.data
+    if data.serving:
+        raise UsageError(
+            f"data.serving: the graph of `{data.serving}` exists only on its servers, so this config cannot be "
+            "rehearsed; rehearse the config of the serving cluster, or give a graph with --dataset and --set "
+            "data.serving=null"
+        )
+    options = smaller_graph_options(data, vertices)
+    made_of = [data.dataset, data.source, options, data.num_parts, len(config.holders), asdict(data.partition)]
+    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True, default=str).encode()).hexdigest()
+    nodes = (
+        NodeConfig(
+            host="localhost",
+            role=node.role,
+            procs=node.nproc or None,
+            batch_share=node.batch_share,
+            workdir=f"{folder}/node{{node_rank}}",
+            env={name: value for name, value in node.env.items() if not name.startswith(_HARDWARE)},
+        )
+        for node in config.nodes
+    )
     return replace(
         config,
         name=f"{config.name}-rehearsal",
         transport="local",
         slurm={},
         slurm_job=None,
-        nodes=tuple(_node(node, folder) for node in config.nodes),
-        data=_data(config.data, len(config.holders), folder, vertices),
+        nodes=tuple(nodes),
+        data=replace(
+            data,
+            options=options,
+            folder=f"{folder}/parts-{digest[:12]}",  # the partitioner does not replace the parts of another graph
+            mode="sync",
+            store=None,
+            store_options={},
+            store_limit=None,
+        ),
         train=replace(
             config.train,
             backend="gloo" if config.train.backend == "nccl" else config.train.backend,
@@ -57,39 +86,6 @@ def local_config(config: ClusterConfig, folder: Path, vertices: int) -> ClusterC
             control_port="auto",
             encrypt="on" if (config.run.encrypt == "auto" and not config.local) else config.run.encrypt,
         ),
-    )
-
-
-def _node(node: NodeConfig, folder: Path) -> NodeConfig:
-    env = {name: value for name, value in node.env.items() if not name.startswith(_HARDWARE)}
-    return NodeConfig(
-        host="localhost",
-        role=node.role,
-        procs=node.nproc or None,
-        batch_share=node.batch_share,
-        workdir=f"{folder}/node{{node_rank}}",
-        env=env,
-    )
-
-
-def _data(data: DataConfig, nodes: int, folder: Path, vertices: int) -> DataConfig:
-    if data.serving:
-        raise UsageError(
-            f"data.serving: the graph of `{data.serving}` exists only on its servers, so this config cannot be "
-            "rehearsed; rehearse the config of the serving cluster, or give a graph with --dataset and --set "
-            "data.serving=null"
-        )
-    options = smaller_graph_options(data, vertices)
-    made_of = [data.dataset, data.source, options, data.num_parts, nodes, asdict(data.partition)]
-    digest = hashlib.sha256(json.dumps(made_of, sort_keys=True, default=str).encode()).hexdigest()
-    return replace(
-        data,
-        options=options,
-        folder=f"{folder}/parts-{digest[:12]}",  # the partitioner does not replace the parts of another graph
-        mode="sync",
-        store=None,
-        store_options={},
-        store_limit=None,
     )
 
 

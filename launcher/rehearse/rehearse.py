@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -24,37 +24,30 @@ from launcher.run.options import LaunchOptions, choose_run_id
 from launcher.text import count
 
 
-@dataclass(frozen=True)
-class RehearseOptions:
-    launch: LaunchOptions
-    folder: Path  #: for the parts, the nodes' work folders, and the cluster.yml of the rehearsal
-    vertices: int  #: largest number of vertices of the graph
-    fault: Fault | None = None
-
-
-def rehearse(options: RehearseOptions, console: Console) -> RunReport:
+def rehearse(options: LaunchOptions, where: Path, vertices: int, fault: Fault | None, console: Console) -> RunReport:
     """Run a rehearsal to its end, and return the report of its run.
 
-    Writes the config of the rehearsal to ``folder/cluster.yml`` and launches a run from that file, like any other run.
+    Writes the config of the rehearsal to ``where/cluster.yml`` and launches a run from that file, like any other run.
+    ``where``: also for the parts and the nodes' work folders. ``vertices``: largest number of vertices of the graph.
     Raises UsageError and ConfigError for mistakes of the user, and FleetError if the run has ended before the step of
     the fault.
     """
-    folder = Path(os.path.expanduser(options.folder)).absolute()
-    if str(options.folder).startswith("~") and folder == options.folder.absolute():
-        raise UsageError(f"--folder {options.folder}: there is no such user, or no home folder, on this machine")
-    config = read_config(options.launch)
+    folder = Path(os.path.expanduser(where)).absolute()
+    if str(where).startswith("~") and folder == where.absolute():
+        raise UsageError(f"--folder {where}: there is no such user, or no home folder, on this machine")
+    config = read_config(options)
     file = folder / "cluster.yml"
     try:
-        write_whole(file, to_yaml(local_config(config, folder, options.vertices)), private=True)
+        write_whole(file, to_yaml(local_config(config, folder, vertices)), private=True)
     except OSError as error:
         raise UsageError(
             f"{error.filename or file}: {error.strerror}; choose another folder for the rehearsal with --folder"
         ) from None
     rehearsed = load_config(file)
     resolved = resolve_run(rehearsed)
-    if options.fault:
-        options.fault.check(resolved)
-    run_id = choose_run_id(rehearsed, options.launch.run_id)
+    if fault:
+        fault.check(resolved)
+    run_id = choose_run_id(rehearsed, options.run_id)
     if not config.local:
         shown = [f"node{k} stands for {node.host}" for k, node in enumerate(config.nodes[:8])]
         more = [f"{len(config.nodes) - 8} more"] if len(config.nodes) > 8 else []
@@ -67,15 +60,15 @@ def rehearse(options: RehearseOptions, console: Console) -> RunReport:
         lines.append(f"note: {processes} share {count(cpus, 'processor')}; times say nothing about the cluster")
     for line in lines:
         console.print(Text(line), soft_wrap=True)
-    launched = replace(options.launch, config=file, overrides=(), include=(), exclude=(), run_id=run_id)
+    launched = replace(options, config=file, overrides=(), include=(), exclude=(), run_id=run_id)
     injector = None
-    if options.fault is not None:
-        injector = FaultInjector(options.fault, offline_plan(resolved, run_id, options.launch.own_command), console)
+    if fault is not None:
+        injector = FaultInjector(fault, offline_plan(resolved, run_id, options.own_command), console)
     with injector or nullcontext():
         report = launch(rehearsed, launched, console)
     if injector and not injector.happened and report.state == "done":
         raise FleetError(
-            f"the fault {options.fault} did not happen: the run ended after {count(injector.steps, 'step')}; name an "
+            f"the fault {fault} did not happen: the run ended after {count(injector.steps, 'step')}; name an "
             "earlier step, or train more epochs (--epochs)"
         )
     return report

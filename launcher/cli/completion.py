@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -107,7 +106,21 @@ def host_names(ctx: click.Context, parameter: click.Parameter, typed: str) -> li
     """
     before, comma, begun = typed.rpartition(",")
     config = _given(ctx, "config")
-    names = _hosts_of(Path(config)) if config else _hosts_of_ssh()
+    names: list[str] = []
+    if config:
+        from launcher.config.loader import load_config
+        from launcher.errors import FleetError
+
+        with suppress(FleetError, OSError):
+            names = [node.host for node in load_config(Path(config).expanduser(), ("run.files=[]",)).nodes]
+    else:
+        from launcher.transport.ssh_config import config_lines
+
+        with suppress(OSError):
+            for line in config_lines():
+                words = line.replace("=", " ", 1).split()
+                if words and words[0].lower() == "host":
+                    names += [word for word in words[1:] if not set(word) & set("*?!")]
     used = set(before.split(","))
     offered = (name for name in dict.fromkeys(names) if name.startswith(begun) and name not in used)
     return [CompletionItem(f"{before}{comma}{name}") for name, _ in zip(offered, range(_MAX_HOSTS), strict=False)]
@@ -132,25 +145,6 @@ def config_keys(ctx: click.Context, parameter: click.Parameter, typed: str) -> l
         found += [(f"{prefix}{each.name}", str(each.metadata["help"])) for each in settings(config_class)]
     keys = [(key, help) for key, help in found if key not in sections()]
     return [CompletionItem(f"{key}=", help=help) for key, help in keys if key.startswith(typed)]
-
-
-def _hosts_of(config: Path) -> Iterable[str]:
-    from launcher.config.loader import load_config
-    from launcher.errors import FleetError
-
-    with suppress(FleetError, OSError):
-        return [node.host for node in load_config(config.expanduser(), ("run.files=[]",)).nodes]
-    return []
-
-
-def _hosts_of_ssh() -> Iterator[str]:
-    from launcher.transport.ssh_config import config_lines
-
-    with suppress(OSError):
-        for line in config_lines():
-            words = line.replace("=", " ", 1).split()
-            if words and words[0].lower() == "host":
-                yield from (word for word in words[1:] if not set(word) & set("*?!"))
 
 
 def _given(ctx: click.Context, name: str) -> Any:

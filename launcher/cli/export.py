@@ -16,7 +16,6 @@ from launcher.text import say
 
 if TYPE_CHECKING:
     from launcher.export.placed_plan import ExportRequest
-    from launcher.export.pods import Cluster
 
 _KINDS = ("kubernetes", "slurm", "torchrun", "bash")
 
@@ -65,6 +64,8 @@ def _export(ctx: click.Context, kind: str, output: Path | None, force: bool, **v
     """
     from launcher.config.resolve import resolve_run
     from launcher.export.placed_plan import ExportRequest
+    from launcher.export.scripts import key_path
+    from launcher.files import write_whole
     from launcher.run.config_of_options import read_config
     from launcher.run.options import choose_run_id
 
@@ -73,7 +74,19 @@ def _export(ctx: click.Context, kind: str, output: Path | None, force: bool, **v
     config = resolve_run(read_config(options))
     run_id = choose_run_id(config, options.run_id)
     request = ExportRequest(config, run_id, options.own_command, Path.cwd())
-    _write(*_exported(kind, request, own, output), output, force)
+    text, secret, notes = _exported(kind, request, own, output)
+    if output is None:
+        click.echo(text + secret, nl=False)
+    else:
+        files = {output: text, **({key_path(output): secret} if secret else {})}
+        for path in files:
+            if path.exists() and not force:
+                raise UsageError(f"{path} exists already; choose another name, or give --force")
+        for path, content in files.items():
+            write_whole(path, content, private=path != output)
+        say(f"wrote {', '.join(map(str, files))}")
+    for note in notes:
+        say(f"note: {note}", "yellow")
 
 
 def _exported(
@@ -89,51 +102,31 @@ def _exported(
             )
     if kind == "kubernetes":
         from launcher.export.kubernetes import export_kubernetes
+        from launcher.export.pods import Cluster
 
-        made = export_kubernetes(request, _cluster(own))
+        if not own["image"]:
+            raise UsageError(
+                "--to kubernetes needs --image: a container image in which gnnfleet is installed (docs/export.md has a "
+                "Dockerfile)"
+            )
+        claims = []
+        for text in own["claims"]:
+            name, _, path = text.partition("=")
+            if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name) or not path.startswith("/"):
+                raise UsageError(
+                    f"--claim {text}: give NAME=PATH, such as datasets=/data, with an absolute path in the pods"
+                )
+            claims.append((name, path.rstrip("/")))
+        cluster = Cluster(
+            own["image"], own["workload"], tuple(claims), own["storage"], own["namespace"], own["store_secret"]
+        )
+        made = export_kubernetes(request, cluster)
         return made.text(), made.secret_text(), made.notes
     from launcher.export.scripts import export_script
     from launcher.plan.sbatch import parse_options
 
     script = export_script(kind, request, parse_options(",".join(own["slurm"])), output)
     return script.text, script.key, script.notes
-
-
-def _cluster(own: dict[str, Any]) -> Cluster:
-    from launcher.export.pods import Cluster
-
-    if not own["image"]:
-        raise UsageError(
-            "--to kubernetes needs --image: a container image in which gnnfleet is installed (docs/export.md has a "
-            "Dockerfile)"
-        )
-    claims = []
-    for text in own["claims"]:
-        name, _, path = text.partition("=")
-        if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", name) or not path.startswith("/"):
-            raise UsageError(
-                f"--claim {text}: give NAME=PATH, such as datasets=/data, with an absolute path in the pods"
-            )
-        claims.append((name, path.rstrip("/")))
-    return Cluster(own["image"], own["workload"], tuple(claims), own["storage"], own["namespace"], own["store_secret"])
-
-
-def _write(text: str, secret: str, notes: Sequence[str], output: Path | None, force: bool) -> None:
-    from launcher.export.scripts import key_path
-    from launcher.files import write_whole
-
-    if output is None:
-        click.echo(text + secret, nl=False)
-    else:
-        files = {output: text, **({key_path(output): secret} if secret else {})}
-        for path in files:
-            if path.exists() and not force:
-                raise UsageError(f"{path} exists already; choose another name, or give --force")
-        for path, content in files.items():
-            write_whole(path, content, private=path != output)
-        say(f"wrote {', '.join(map(str, files))}")
-    for note in notes:
-        say(f"note: {note}", "yellow")
 
 
 def export_command(config_options: Callable[[click.Command], click.Command]) -> click.Command:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,7 +103,14 @@ def init(ctx: click.Context, **values: Any) -> None:
             raise UsageError(f"{why}; give {' and '.join(missing)}")
     check_writable(dest, values["force"], ask)
     if ask:
-        request = _ask_missing(request)
+        from launcher.init.questions import ask_graph, ask_hosts
+        from launcher.init.request import config_of
+
+        request = replace(request, hosts=request.hosts or ask_hosts())
+        config_of(request)  # reports invalid hosts before the next question
+        if not request.dataset:
+            dataset, source = ask_graph()
+            request = replace(request, dataset=dataset, source=source)
     as_json = bool(values["as_json"])
     options = InitOptions(console_of(as_json), ask, not values["no_check"], as_json, program_name(ctx))
     ctx.exit(write_config(request, dest, options))
@@ -136,18 +144,4 @@ def _request_of(values: dict[str, Any]) -> InitRequest:
     )
     for name, text in environment.items():  # the shell has expanded ~, but home folders differ between hosts
         request = request.with_environment(name, written_path(Path(text)) if "/" in text else text)
-    return request
-
-
-def _ask_missing(request: InitRequest) -> InitRequest:
-    from dataclasses import replace
-
-    from launcher.init.questions import ask_graph, ask_hosts
-    from launcher.init.request import config_of
-
-    request = replace(request, hosts=request.hosts or ask_hosts())
-    config_of(request)  # reports invalid hosts before the next question
-    if not request.dataset:
-        dataset, source = ask_graph()
-        request = replace(request, dataset=dataset, source=source)
     return request

@@ -33,7 +33,6 @@ from launcher.text import say
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from launcher.manage.collect_run import CollectResult
     from launcher.manage.node_views import OpenRun
     from launcher.manage.select import Choice
     from launcher.report.run_folder import FoundRun
@@ -221,7 +220,14 @@ def collect(ctx: click.Context, **values: Any) -> None:
         collected = collect_run(run, folder_for(run, _choice(ctx, values).runs_dirs[0]))
         if collected.report is not None:
             _leave_serving(run.found, console)
-    _print_collected(collected, console)
+    if collected.report is not None:
+        from launcher.report.report import print_report
+
+        print_report(collected.report, console)
+    else:
+        console.print(collected.message, soft_wrap=True, markup=False)
+        for note in collected.notes:
+            console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)
     if as_json:
         echo_json(collected.to_json())
     ctx.exit(collected.exit_status)
@@ -365,15 +371,4 @@ def _leave_serving(found: FoundRun, console: Console) -> None:
     from launcher.serving.attach_run import leave
 
     for note in leave(found):
-        console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)
-
-
-def _print_collected(collected: CollectResult, console: Console) -> None:
-    from launcher.report.report import print_report
-
-    if collected.report is not None:
-        print_report(collected.report, console)
-        return
-    console.print(collected.message, soft_wrap=True, markup=False)
-    for note in collected.notes:
         console.print(f"note: {note}", style="yellow", soft_wrap=True, markup=False)

@@ -34,11 +34,8 @@ from launcher.text import say
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from rich.console import Console
-
     from launcher.manage.node_views import OpenRun
     from launcher.report.run_folder import FoundRun
-    from launcher.serving.serve import Served
 
 _EPILOG = """Exit status: 0 all servers are up; 1 a server is not; 2 bad usage or config; 3 preflight refused.
 
@@ -78,7 +75,25 @@ def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) ->
     """
     if ctx.invoked_subcommand is not None:
         return
-    options = _options(ctx, values)
+    # Options may be given before and after ``serve``.
+    before: dict[str, Any] = ctx.obj or {}
+    lists = {key: (*(before.get(key) or ()), *values[key]) for key in ("sets", "include", "exclude")}
+    given = {key: values[key] or before.get(key) for key in ("config", "as_json", "verbose")}
+    runs_dir = (("run.runs_dir", before["runs_dir"]),) if before.get("runs_dir") else ()
+    if given["config"] is None:
+        raise click.UsageError(
+            "give the cluster file: gnnfleet serve --config serving.yml "
+            "(`gnnfleet init --template server_client` writes one)",
+            ctx,
+        )
+    options = LaunchOptions(
+        config=given["config"],
+        overrides=(*lists["sets"], *runs_dir),
+        include=lists["include"],
+        exclude=lists["exclude"],
+        as_json=bool(given["as_json"]),
+        verbose=bool(given["verbose"]),
+    )
     config = read_config(options)
     name = name if name is not None else config.name
     if dry_run:
@@ -95,33 +110,6 @@ def serve(ctx: click.Context, dry_run: bool, name: str | None, **values: Any) ->
     served = serve_cluster(config, options, name, console)
     if options.as_json:
         click.echo(json.dumps(served.to_json()))
-    _print_served(served, console)
-    ctx.exit(served.exit_status)
-
-
-def _options(ctx: click.Context, values: dict[str, Any]) -> LaunchOptions:
-    """Return the options given before and after ``serve``. Raises click.UsageError without ``--config``."""
-    before: dict[str, Any] = ctx.obj or {}
-    lists = {key: (*(before.get(key) or ()), *values[key]) for key in ("sets", "include", "exclude")}
-    given = {key: values[key] or before.get(key) for key in ("config", "as_json", "verbose")}
-    runs_dir = (("run.runs_dir", before["runs_dir"]),) if before.get("runs_dir") else ()
-    if given["config"] is None:
-        raise click.UsageError(
-            "give the cluster file: gnnfleet serve --config serving.yml "
-            "(`gnnfleet init --template server_client` writes one)",
-            ctx,
-        )
-    return LaunchOptions(
-        config=given["config"],
-        overrides=(*lists["sets"], *runs_dir),
-        include=lists["include"],
-        exclude=lists["exclude"],
-        as_json=bool(given["as_json"]),
-        verbose=bool(given["verbose"]),
-    )
-
-
-def _print_served(served: Served, console: Console) -> None:
     name = served.cluster.name
     for text in served.left:
         console.print(f"note: {text}", style="yellow", soft_wrap=True, markup=False)
@@ -135,6 +123,7 @@ def _print_served(served: Served, console: Console) -> None:
     ]
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
+    ctx.exit(served.exit_status)
 
 
 @serve.command(cls=GroupedOptions, epilog=examples("serve status products"))

@@ -133,6 +133,33 @@ def test_a_batch_is_refused_before_it_is_sampled(graph: LocalGraph) -> None:
         assert client.ask(BatchRequest(work, ClientName(1, "a"))).subgraph.num_hops == 2
 
 
+@pytest.mark.parametrize("edge_ids", [False, True])
+@pytest.mark.parametrize("disjoint", [False, True])
+def test_a_batch_counts_what_it_takes(graph: LocalGraph, disjoint: bool, edge_ids: bool, monkeypatch: Any) -> None:
+    counted: list[BoundedGraph] = []
+
+    class Watched(BoundedGraph):
+        def __init__(self, *args: Any):
+            super().__init__(*args)
+            counted.append(self)
+
+    monkeypatch.setattr(handlers, "BoundedGraph", Watched)
+    settings = SampleSettings({HOMO_EDGE: (50, 40)}, replace=True, disjoint=disjoint, edge_ids=edge_ids)
+    work = BatchWork(settings, SeedSet({HOMO_NODE: np.arange(60)}), 1, {})
+    with (
+        serving(graph, routed=DistGraph(graph, {})) as server,
+        client_of(server.endpoint, 60.0, route=True) as client,
+    ):
+        for _ in range(2):  # the first batch prepares tables, too
+            tracemalloc.start()
+            try:
+                client.ask(BatchRequest(work, ClientName(1, "a")))
+                (_, peak), used = tracemalloc.get_traced_memory(), counted[-1]._used
+            finally:
+                tracemalloc.stop()
+    assert 0.7 < peak / used < 1.3
+
+
 def test_conditions_do_not_hide_work(graph: LocalGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     # A draw by weight looks at all edges of a node, however small the fanout is.
     counted, nodes = Counted(graph), np.arange(NODES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch_geometric.data import Data, HeteroData
@@ -180,6 +182,9 @@ def test_no_neighbour_and_no_negative_is_later_than_its_link():
         ({"neg_sampling": "triplet", "edge_label": torch.ones(60)}, "triplet"),
         ({"neg_sampling": {"mode": "binary", "amount": -1}}, "positive"),
         ({"neg_sampling": {"mode": "triplet", "amount": 1.5}}, "integer"),
+        ({"neg_sampling": {"mode": "binary", "amount": math.nan}}, "is nan, no finite number"),
+        ({"neg_sampling": {"mode": "triplet", "amount": math.inf}}, "neg_sampling: "),
+        ({"neg_sampling_ratio": math.inf}, "is inf, no finite number"),
         ({"neg_sampling": "nothing"}, "nothing"),
         ({"avoid_links": True}, "pass neg_sampling"),
         ({"exclude": "all"}, "'self' or 'both'"),

@@ -16,6 +16,7 @@ from trainer.core.errors import ServiceError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
+from trainer.sampler.replicas import PartHolders
 from trainer.sampler.subgraph_sampler import BatchWork, SubgraphSampler
 from trainer.sampler.types import HopRequest, SampleSettings, SeedSet
 from trainer.service.client import HostClient
@@ -140,6 +141,11 @@ def test_killing_the_only_holder_pauses_sampling_until_it_is_back(site) -> None:
             sampling.more(20, 60)
             sampling.end()
     assert sampling.longest > 1 and done < sampling.done
+
+
+def test_a_part_that_no_server_holds_is_not_awaited_for_ever() -> None:
+    with pytest.raises(ServiceError, match=r"part 1: no graph server that holds it came back within 0.05 s"):
+        PartHolders(2, {0}, {}, 0, server_wait=0.05).wait_for([0, 1])
 
 
 @pytest.mark.slow

@@ -12,10 +12,12 @@ import pytest
 
 from train_kit import curve, job, metrics, run_ranks
 from trainer.core.errors import DataError
+from trainer.core.row_sort import Scratch
 from trainer.graph.open import open_graph
 from trainer.infer.infer import infer
 from trainer.loader.block_loader import BatchLoader, LoaderSettings
 from trainer.partition.make import PartitionSpec, make_partition
+from trainer.sources.load import load_dataset
 from trainer.train.job import train
 from trainer.train.settings import InferJob
 
@@ -172,3 +174,42 @@ def test_splits_begin_at_given_times(tmp_path: Path) -> None:
 def test_wrong_options_are_refused(tmp_path: Path, task: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         shop(tmp_path / "shop", **task)
+
+
+TASK = {"table": "spent.csv", "entity": "customer", "id": "who", "time": "at", "label": "spent"}
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_rows_without_a_known_entity_are_dropped_where_the_table_says_so(tmp_path: Path, listed: bool) -> None:
+    write(tmp_path / "customers.csv", ["id"], ["a", "b", "c"])
+    write(tmp_path / "knows.csv", ["s", "t"], ["a"], ["b"])
+    write(tmp_path / "spent.csv", ["who", "at", "spent"], ["", "a", "x", "c", "c"], [1, 2, 3, 4, 4], list("abcbc"))
+    task: dict[str, Any] = TASK | ({"targets": "customer"} if listed else {})
+    edges = {"customer__knows__customer": {"files": "knows.csv", "source": "s", "target": "t"}}
+    options = {
+        "nodes": {"customer": {"files": "customers.csv", "id": "id"}}, "edges": edges, "tasks": {"spent": task},
+    }  # fmt: skip
+
+    def load() -> Any:
+        (folder := tmp_path / "work").mkdir(exist_ok=True)
+        return load_dataset("tables", str(tmp_path), {**options, "undirected": False}, Scratch(folder, 1 << 28))
+
+    with pytest.raises(
+        DataError, match=r"row 1: who is empty, which is not .* \(2 such rows of 5\); .* `dangling: drop"
+    ):
+        load()
+    task["dangling"] = "drop"
+    graph = load()
+    (has,) = [edges for of, edges in graph.edges.items() if of[1] == "has"]
+    kept = [2, 4] if listed else [2, 4, 4]  # rows of one entity and time are one row that lists all
+    assert graph.nodes["spent"].num_nodes == len(kept)
+    assert np.array(has.edge_index[0]).tolist() == [0, 2, 2][: len(kept)]
+    assert np.array(has.edge_index[1]).tolist() == list(range(len(kept)))
+    assert np.array(graph.nodes["spent"].attrs["time"]).tolist() == kept
+    assert any("2 of 5 rows dropped" in note for note in graph.notes)
+    write(tmp_path / "spent.csv", ["who", "at", "spent"], ["", "a", "x", "c"], [1, 2, 3, "soon"], list("abcb"))
+    with pytest.raises(DataError, match=r"spent.csv, row 4: at is 'soon'"):  # the row of the file
+        load()
+    write(tmp_path / "spent.csv", ["who", "at", "spent"], ["", "x"], [1, 2], list("ab"))
+    with pytest.raises(DataError, match="would drop all rows"):
+        load()

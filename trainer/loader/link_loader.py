@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -149,8 +150,10 @@ class DistLinkNeighborLoader(PyGLoader):
         try:
             ratio = neg_sampling_ratio
             given = NegativeSampling("binary", ratio) if ratio else NegativeSampling.cast(neg_sampling)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise SettingsError(f"neg_sampling: {error}") from None
+        if given is not None and not math.isfinite(given.amount):
+            raise SettingsError(f"neg_sampling: the amount of negatives per link is {given.amount}, no finite number")
         if given is None and avoid_links:
             raise SettingsError("avoid_links has no effect without neg_sampling; pass neg_sampling")
         self.inputs = link_inputs(graph, edge_label_index, edge_label, edge_label_time, input_id)

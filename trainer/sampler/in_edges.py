@@ -206,9 +206,8 @@ class _InEdges:
                 degree += counts
                 if each not in self._walked.edge_types:
                     continue
-                src = _chained([one.indices for one in edges])
-                if spans < 2**31 and src.dtype != np.int32:
-                    src = src.astype(np.int32)
+                wide = np.int32 if spans < 2**31 else np.int64  # for the numbers of the nodes of all types
+                src = _chained([one.indices for one in edges]).astype(wide, copy=False)
                 columns = {"src": src + np.array(first, src.dtype) if first else src}
                 if weight is not None:
                     known = weight in store.manifest.edges[each].attrs

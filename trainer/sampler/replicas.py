@@ -120,13 +120,13 @@ class PartHolders:
         Raises ``ServiceError`` with the hosts' errors if all holders of a part have been lost for ``server_wait``
         seconds.
         """
-        wanted = sorted(set(parts))
+        wanted, begin = sorted(set(parts)), time.monotonic()
         while True:
             lost, holders, now = dict(self._lost), self._of_part, time.monotonic()  # other threads change them
             missing = [part for part in wanted if lost.keys() >= set(holders[part])]
             if not missing:
                 return
-            since = [max((lost[host].since for host in holders[part]), default=now) for part in missing]
+            since = [max((lost[host].since for host in holders[part]), default=begin) for part in missing]
             if now - max(since) >= self.server_wait:
                 raise self._give_up_error(missing)
             time.sleep(_POLL)

@@ -65,7 +65,9 @@ _LEAST_ROW = 8  # bytes that a row counts at least, as even rows without values 
 
 _CHOSEN_BYTES = 17  # bytes of a neighbour that a rule has chosen: id, score, distance and batch position
 
-_IN_BATCH = 16  # bytes per edge of a batch, besides ids: batch position, id and tree of a node that may be new
+_IN_BATCH, _IN_TREES = 16, 56  # bytes per edge of a batch, and of a disjoint one, besides the ids in answers (measured)
+
+_EDGE_ID_IN_BATCH = 12  # further bytes of an edge whose id is in the batch
 
 
 class BoundedGraph(GraphAccess):
@@ -195,7 +197,7 @@ class BoundedGraph(GraphAccess):
         nodes = self._served.store.manifest.nodes if isinstance(self._served, LocalGraph) else {}
         source = nodes.get(request.edge_type[0])
         wide = source is not None and source.num_nodes > 1 << 31
-        return (4 + 4 * wide + self._in_batch) * (1 + request.with_edge)
+        return (4 + 4 * wide) * (1 + request.with_edge) + self._in_batch
 
 
 def _is_conditional(request: HopRequest) -> bool:
@@ -280,7 +282,9 @@ class Handlers:
             self._sampler = SubgraphSampler(
                 self._whole(), store.manifest, SampleSettings({}), {}, in_edges=InEdgesOf(store)
             )
-        graph, work = BoundedGraph(self._whole(), self._graph, self._batch_limit, is_open, _IN_BATCH), request.work
+        work = request.work
+        per_edge = (_IN_TREES if work.settings.disjoint else _IN_BATCH) + _EDGE_ID_IN_BATCH * work.settings.edge_ids
+        graph = BoundedGraph(self._whole(), self._graph, self._batch_limit, is_open, per_edge)
         sampler = replace(
             self._sampler, access=graph, settings=work.settings, attrs=work.attrs, labels=work.labels
         )  # fmt: skip

@@ -463,8 +463,8 @@ def _foreign_keys(
     return edges
 
 
-def _dangling(table: _Found, ends: _Keys) -> _Drafted:
-    """Draft what becomes of the rows without an id, or with an id of no node: they are no edges."""
+def _dangling(table: _Found, ends: _Keys, what: str = "edges") -> _Drafted:
+    """Draft what becomes of the rows without an id, or with an id of no node: they are no ``what``."""
     notes = []
     for column, node in ends:
         assert node.id is not None
@@ -477,7 +477,7 @@ def _dangling(table: _Found, ends: _Keys) -> _Drafted:
         if missing or unknown:
             counted = [f"empty in {missing:,} rows"] * (missing > 0)
             counted += [f"no id of {node.file} in {unknown:,}{'' if missing else ' rows'}"] * (unknown > 0)
-            notes.append(f"dangling: {column.name} is {' and '.join(counted)}: no edges")
+            notes.append(f"dangling: {column.name} is {' and '.join(counted)}: no {what}")
     return {"dangling": "drop"} if notes else {}, notes
 
 
@@ -692,7 +692,8 @@ def _task_table(
         notes.append("split: val begins after 70% of the labelled rows, test after 85%")
     if any(key in more for key in ("features", "one_hot", "categories")):
         notes.append("columns that are known only after the row's time must not be features")
-    return drafted | more, [about, *_about_files(table), *notes]
+    dangling, dropped = _dangling(table, [key], "rows of the task")
+    return drafted | more | dangling, [about, *_about_files(table), *notes, *dropped]
 
 
 def _leave_out_late_time(

@@ -192,26 +192,35 @@ class _Conversion:
         row's key, entity and time, become attributes ``key_<column>`` of texts.
         """
         scan = self._scan(f"tasks.{of}", table)
-        check_ids(scan, table.id, "id")
-        ids_are_integers(scan, table.id, "id")
+        ids_are_integers(scan, table.id, "entity")  # checks them
         name, entity = f"task_{of}", self._id(scan, table.id, table.entity)
-        about = (
+        rows = (
             f"CREATE OR REPLACE TABLE {name} AS SELECT gf_row, s.number AS gf_s, gf_row AS gf_t FROM "
             f"(SELECT rowid AS gf_row, {entity} AS gf_entity FROM {scan.sql}) r "
             f"LEFT JOIN {number_of[table.entity]}_ids s ON s.id = r.gf_entity ORDER BY gf_row"
         )
-        self.database.run(about, scan.where)
+        self.database.run(rows, scan.where)
         count, bad, first = self.database.rows(
             f"SELECT count(*), count(*) FILTER (WHERE gf_s IS NULL), min(gf_row) FILTER (WHERE gf_s IS NULL) "
             f"FROM {name}",
             scan.where,
         )[0]
         if bad:
-            raise DataError(
+            wrong = (
                 f"{scan.first(table.id, f'rowid = {first}')}, which is not in column "
-                f"{self.options.nodes[table.entity].id!r} of nodes.{table.entity} ({bad:,} such rows of {count:,}); "
-                "correct the tables"
+                f"{self.options.nodes[table.entity].id!r} of nodes.{table.entity} ({bad:,} such rows of {count:,})"
             )
+            if table.dangling != "drop":
+                raise DataError(f"{wrong}; correct the tables, or set `dangling: drop`")
+            if bad == count:
+                raise DataError(f"{wrong}: `dangling: drop` would drop all rows; write the ids of both in the same way")
+            scan.keep(f"SELECT gf_row FROM {name} WHERE gf_s IS NOT NULL")
+            self.database.run(rows, scan.where)
+            self.notes.append(
+                f"{scan.where}: {bad:,} of {count:,} rows dropped, the entity is empty or not in its node table"
+                + (f"; WARNING: these are most ({wrong})" if 2 * bad > count else "")
+            )
+            count -= bad
         if count == 0:
             raise DataError(f"{scan.where}: {scan.files[0]} has no rows")
         columns = self._columns(of, table, scan, "x")
@@ -228,7 +237,7 @@ class _Conversion:
         listed = None
         if table.targets is not None:
             count = self._lists(table, scan, entity, name, number_of[table.targets])
-            self.database.run(about, scan.where)
+            self.database.run(rows, scan.where)
             ((total,),) = self.database.rows(f"SELECT count(*) FROM {name}_lists", scan.where)
             lists = self._edge_index((of, LISTS, table.targets), f"{name}_lists", total, scan, count)
             self.database.run(f"DROP TABLE {name}_lists", scan.where)
@@ -313,13 +322,7 @@ class _Conversion:
             scan.where,
         )
         if united:
-            self.database.run(
-                f"CREATE TABLE {name}_united AS SELECT s.* FROM {scan.sql} s JOIN {name}_rows r ON r.gf_row = s.rowid "
-                "WHERE gf_row = gf_first ORDER BY gf_row",
-                scan.where,
-            )
-            self.database.run(f"DROP TABLE {scan.sql}", scan.where)
-            self.database.run(f"ALTER TABLE {name}_united RENAME TO {scan.sql}", scan.where)
+            scan.keep(f"SELECT gf_row FROM {name}_rows WHERE gf_row = gf_first")
         ((count,),) = self.database.rows(f"SELECT count(*) FROM {scan.sql}", scan.where)
         for each in ("rows", "targets"):
             self.database.run(f"DROP TABLE {name}_{each}", scan.where)

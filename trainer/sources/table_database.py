@@ -146,7 +146,7 @@ class _Header:
     repeated: frozenset[str] = frozenset()  #: columns whose name another one has, too
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Scan:
     """A table: its files, and a copy of its columns in the database, whose ``rowid`` is the number of the row.
 
@@ -162,6 +162,7 @@ class Scan:
     _headers: dict[Path, _Header] = field(default_factory=dict)
     _in_utf8: dict[Path, Path] = field(default_factory=dict)  #: CSV file -> its copy in UTF-8
     _rows: dict[Path, int] = field(default_factory=dict)  #: number of rows of each file, as far as known
+    _renumbered: bool = False  #: the copy lacks rows, and has column ``gf_file_row``
 
     @cached_property
     def sql(self) -> str:
@@ -272,6 +273,21 @@ class Scan:
                     raise DataError(
                         f"{self.where}: {column} is {type_} in {first}, but {of} in {path}; write it in the same type"
                     )
+
+    def keep(self, rows: str) -> None:
+        """Remove all rows from the copy but those whose numbers the SQL query ``rows`` returns, as ``gf_row``.
+
+        What remains is numbered again, in the same order.
+        """
+        number = "" if self._renumbered else ", s.rowid AS gf_file_row"
+        self.database.run(
+            f"CREATE TABLE gf_kept AS SELECT s.*{number} FROM {self.sql} s JOIN ({rows}) ON gf_row = s.rowid "
+            "ORDER BY gf_row",
+            self.where,
+        )
+        self.database.run(f"DROP TABLE {self.sql}", self.where)
+        self.database.run(f"ALTER TABLE gf_kept RENAME TO {self.sql}", self.where)
+        self._renumbered = True
 
     def close(self) -> None:
         self.database.run(f"DROP TABLE IF EXISTS {quoted(f'rows of {self.where}')}", self.where)
@@ -503,6 +519,8 @@ class Scan:
 
         ``row`` counts the rows of all files, from 0.
         """
+        if self._renumbered:
+            ((row,),) = self.database.rows(f"SELECT gf_file_row FROM {self.sql} WHERE rowid = {row}", self.where)
         for path in self.files:
             count = self.row_count(path)
             if row < count:

@@ -93,6 +93,7 @@ class TaskTable(NodeTable):
     targets: NodeType | None = None  #: node type whose ids ``label`` lists
     #: between the ids of a list in a text; None: the label is a column of lists, or rows have one target each
     separator: str | None = None
+    dangling: Dangling = "error"  #: rows whose entity is not in the node table
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,15 @@ class Classification:
     def scores(self, out: Tensor, batch: Labelled) -> tuple[Tensor, Tensor]:
         assert batch.y is not None
         labels = batch.y.long()[:, None] == torch.arange(self.outputs, device=out.device)
-        if self.outputs == 2:  # in the order of the probabilities, of which those above 1 - 2^-25 would all be 1
-            return out[:, 1:].float() - out[:, :1].float(), labels[:, 1:]
-        return out.float().softmax(1), labels
+        # In the order of the probabilities, of which those above 1 - 2^-25 would all be 1. Equal ones are equal once
+        # they are rounded to float32, in whatever order the classes are added.
+        out = out.double()
+        if self.outputs == 2:
+            return out[:, 1:] - out[:, :1], labels[:, 1:]
+        total, best = out.logsumexp(1, keepdim=True), out.argmax(1, keepdim=True)
+        others = total + torch.log1p(-(out - total).exp())  # logsumexp of the other classes; inexact for the best class
+        others.scatter_(1, best, out.scatter(1, best, -torch.inf).logsumexp(1, keepdim=True))
+        return out - others, labels
 
     def record(self) -> Mapping[str, Any]:
         return {"kind": self.kind, "outputs": self.outputs, "metrics": list(self.names)}

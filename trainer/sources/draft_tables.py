@@ -953,7 +953,8 @@ def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> _Drafted:
     label = next((one for one in named if one.kind != "empty" and not one.is_too_large), None)
     split = next((one for one in rest if one.is_split), None)
     if label is None:
-        classes = [one for one in rest if one is not split and _may_be_class(one)]
+        few = (one for one in rest if one is not split and 2 <= len(one.texts or ()) <= _MOST_CLASSES)
+        classes = [one for one in few if _may_be_id(one) and one.name.lower() not in _TIMES]
         label = classes[0] if len(classes) == 1 and split is not None else None
     if label is None:
         known = [one for one in rest if one.is_binary and one.missing]
@@ -985,11 +986,6 @@ def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> _Drafted:
         drafted["split"] = {"train": 0.8, "val": 0.1, "test": 0.1}
     more, of_others = _others(table, [one for one in rest if one is not label and one is not split], True, label)
     return drafted | more, notes + of_others
-
-
-def _may_be_class(column: _Column) -> bool:
-    few = column.texts is not None and 2 <= len(column.texts) <= _MOST_CLASSES
-    return few and _may_be_id(column) and column.name.lower() not in _TIMES
 
 
 def _edge_table(table: _Found, ends: Sequence[_Column]) -> _Drafted:

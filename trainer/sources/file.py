@@ -8,7 +8,6 @@ graph: ``<src>__<rel>__<dst>`` [2, E], ``<src>__<rel>__<dst>__<attr>`` and ``<ty
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from trainer.core.graph_attrs import CATEGORIES
 from trainer.core.memory import check_unpacked
 from trainer.core.schema import EdgeType, NodeType, check_word
 from trainer.data.options import SourceOptions
-from trainer.data.raw_arrays import RawArray, RawArrays, RawGraph, by_name, read_data_json
+from trainer.data.raw_arrays import RawArray, RawGraph, by_name, read_data_json
 from trainer.store.npy import map_npy
 
 _SUBFOLDER = "hetero"  #: sub-folder with typed arrays, for a folder that also holds the graph as a homogeneous one
@@ -34,31 +33,27 @@ def source_files(source: str | None, options: SourceOptions) -> list[Path]:
     if not source:
         raise DataError("dataset file: no source; give the folder of .npy/.npz files, or the .pt file")
     path = Path(os.path.expanduser(source))
-    if os.path.isdir(path):
-        return _folder_files(path, options)
-    if not os.path.exists(path):  # False for every path that cannot exist
-        raise DataError(f"{path} does not exist; expected {_EXPECTED}")
-    if path.suffix not in (".npz", ".pt"):
-        raise DataError(f"{path}: unknown kind of file; expected {_EXPECTED}")
-    return [path]
-
-
-def _folder_files(folder: Path, options: SourceOptions) -> list[Path]:
-    typed = folder / _SUBFOLDER
-    folders = [folder, typed] if options.hetero and typed.is_dir() else [folder]
+    if not os.path.isdir(path):
+        if not os.path.exists(path):  # False for every path that cannot exist
+            raise DataError(f"{path} does not exist; expected {_EXPECTED}")
+        if path.suffix not in (".npz", ".pt"):
+            raise DataError(f"{path}: unknown kind of file; expected {_EXPECTED}")
+        return [path]
+    typed = path / _SUBFOLDER
+    folders = [path, typed] if options.hetero and typed.is_dir() else [path]
     try:
-        found = [path for place in folders for path in sorted(place.iterdir()) if not path.is_dir()]
+        found = [file for place in folders for file in sorted(place.iterdir()) if not file.is_dir()]
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from None
-    files = [path for path in found if path.suffix in (".npy", ".npz")]
-    for path in (*files, *(path for path in found if path.name == _COUNTS)):
-        if not path.is_file():
-            what = "is a link to a file that does not exist" if path.is_symlink() else "is no file"
-            raise DataError(f"{path} {what}; put the file there, or remove it")
+    files = [file for file in found if file.suffix in (".npy", ".npz")]
+    counts = [file for file in found if file.name == _COUNTS]
+    for file in (*files, *counts):
+        if not file.is_file():
+            what = "is a link to a file that does not exist" if file.is_symlink() else "is no file"
+            raise DataError(f"{file} {what}; put the file there, or remove it")
     if not files:
         hint = f"; option hetero: true reads those in {typed}" if typed.is_dir() and not options.hetero else ""
-        raise DataError(f"{folder}: no .npy or .npz file; expected at least edge_index.npy and x.npy or y.npy{hint}")
-    counts = [path for path in found if path.name == _COUNTS]
+        raise DataError(f"{path}: no .npy or .npz file; expected at least edge_index.npy and x.npy or y.npy{hint}")
     return files if options.hetero is False else files + counts
 
 
@@ -77,12 +72,18 @@ def read_files(source: str | None, options: SourceOptions) -> RawGraph:
     )
     name = Path(os.path.expanduser(str(source))).resolve().stem
     typed = any(name.count("__") == 2 for name in arrays) and "edge_index" not in arrays
-    if options.hetero or (options.hetero is None and typed):
-        return _typed(name, arrays, _counts([path for path in files if path.suffix == ".json"]))
-    return RawGraph(name, arrays)
+    if options.hetero is False or (options.hetero is None and not typed):
+        return RawGraph(name, arrays)
 
-
-def _typed(name: str, arrays: RawArrays, counts: Mapping[NodeType, int]) -> RawGraph:
+    counts: dict[NodeType, int] = {}
+    for path in files:
+        if path.suffix != ".json":
+            continue
+        found = read_data_json(path)
+        wanted = isinstance(found, dict) and all(type(n) is int and 0 <= n < 1 << 63 for n in found.values())
+        if not wanted:
+            raise DataError(f"{path}: expected {{node type: number of nodes, …}}, with whole numbers")
+        counts |= found
     plain: dict[str, RawArray] = {}
     nodes: dict[NodeType, dict[str, RawArray]] = {}
     edges: dict[EdgeType, dict[str, RawArray]] = {}
@@ -103,17 +104,6 @@ def _typed(name: str, arrays: RawArrays, counts: Mapping[NodeType, int]) -> RawG
         else:
             raise DataError(f"{array.place}: {key} has too many '__'; expected source__relation__target__attribute")
     return RawGraph(name, plain, nodes, edges, counts, hetero=True)
-
-
-def _counts(files: list[Path]) -> dict[NodeType, int]:
-    counts: dict[NodeType, int] = {}
-    for path in files:
-        found = read_data_json(path)
-        wanted = isinstance(found, dict) and all(type(n) is int and 0 <= n < 1 << 63 for n in found.values())
-        if not wanted:
-            raise DataError(f"{path}: expected {{node type: number of nodes, …}}, with whole numbers")
-        counts |= found
-    return counts
 
 
 def _read(path: Path) -> dict[str, Array]:

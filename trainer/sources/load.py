@@ -78,7 +78,12 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
         found = all_files(parsed, source)
     elif name == "file" and isinstance(parsed, SourceOptions):
         found = source_files(source, parsed)
-    files = [(_place(path, source), path.stat().st_size, path.stat().st_mtime_ns) for path in found]
+    folder = Path(os.path.expanduser(str(source)))
+    is_folder, files = folder.is_dir(), []
+    for path in found:  # by its place in the folder ``source``; by its name if ``source`` is a file
+        inside = is_folder and path.is_relative_to(folder)
+        place = path.relative_to(folder).as_posix() if inside else path.as_posix() if is_folder else path.name
+        files.append((place, path.stat().st_size, path.stat().st_mtime_ns))
     record = asdict(parsed)
     if record.get("subset") is None:  # parts made before this option existed stay valid
         record.pop("subset", None)
@@ -103,17 +108,6 @@ def _options(name: str, options: Mapping[str, Any] | None) -> Options:
         return parse_tables_options(options or {})
     kind: type[Options] = _KINDS.get(name, SourceOptions)
     return parse_options(kind, options or {}, name)
-
-
-def _place(path: Path, source: str | None) -> str:
-    """Return a source file's path for the fingerprint.
-
-    The path of a file in the folder ``source`` is relative to the folder. If ``source`` is a file, only its name is
-    returned.
-    """
-    folder = Path(os.path.expanduser(str(source)))
-    inside = folder.is_dir() and path.is_relative_to(folder)
-    return path.relative_to(folder).as_posix() if inside else path.as_posix() if folder.is_dir() else path.name
 
 
 def _read(name: str, source: str | None, options: SourceOptions) -> RawGraph:

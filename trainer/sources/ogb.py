@@ -53,17 +53,14 @@ def read_ogb(name: str, source: str | None) -> RawGraph:
         graph, labels = dataset[0]
         splits = dataset.get_idx_split()
     values = {**graph, "labels": labels, **{f"{split}_idx": ids for split, ids in splits.items()}}
-    typed = graph.get("edge_index") is None
-    return raw_graph(name, _by_type(values) if typed else _renamed(values), f"dataset {name}")
+    if graph.get("edge_index") is not None:
+        return raw_graph(name, _renamed(values), f"dataset {name}")
+    typed: dict[Any, dict[str, Any]] = {}
+    for key, by_type in values.items():
+        for of, array in (by_type or {}).items():
+            typed.setdefault(of, {})[key.removesuffix("_dict")] = array
+    return raw_graph(name, {of: _renamed(arrays) for of, arrays in typed.items()}, f"dataset {name}")
 
 
 def _renamed(values: Mapping[str, Any]) -> dict[str, Any]:
     return {_NAMES.get(key, key): value for key, value in values.items()}
-
-
-def _by_type(values: Mapping[str, Any]) -> dict[Any, dict[str, Any]]:
-    typed: dict[Any, dict[str, Any]] = {}
-    for name, by_type in values.items():
-        for of, array in (by_type or {}).items():
-            typed.setdefault(of, {})[name.removesuffix("_dict")] = array
-    return {of: _renamed(arrays) for of, arrays in typed.items()}

@@ -1,11 +1,16 @@
-"""Reads PyG's ``Data`` and ``HeteroData`` from a .pt file or from ``torch_geometric.datasets``."""
+"""Reads PyG's ``Data`` and ``HeteroData`` from a .pt file or from ``torch_geometric.datasets``.
+
+In the readers of other packages, nothing is unpickled that could run code (``errors_as_data_error``).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import inspect
+import pickle
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +25,6 @@ from trainer.core.schema import HOMO_NODE, EdgeType, NodeType
 from trainer.data.memory import shared_array
 from trainer.data.options import OWN_DATASETS
 from trainer.data.raw_arrays import RawArray, RawGraph
-from trainer.sources.safe_pickle import UnsafePickle, only_harmless_pickles
 
 DOWNLOADS = "datasets"  #: default download folder
 
@@ -40,20 +44,21 @@ def read_pt(path: Path) -> RawGraph:
     except DataError:
         raise
     except Exception as error:  # torch raises many types of exceptions for damaged files
+        refused = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
+        why = f"it holds {refused[1]}, which is neither a tensor nor a graph" if refused else first_line(error)
         raise DataError(
             f"{path} cannot be loaded safely; if you trust the file, load it yourself and re-save plain tensors: "
-            f"torch.save(data.to_dict(), path) ({_unsafe_class(error)})"
+            f"torch.save(data.to_dict(), path) ({why})"
         ) from error
-    return raw_graph(path.stem, _mapping(loaded, path), str(path))
-
-
-def _unsafe_class(error: BaseException) -> str:
-    """Describe the class or function that ``torch.load(weights_only=True)`` refused to load.
-
-    If torch's message names no class or function, returns the first line of the message.
-    """
-    named = re.search(r"GLOBAL (\S+) was not an allowed", str(error))
-    return f"it holds {named[1]}, which is neither a tensor nor a graph" if named else first_line(error)
+    if isinstance(loaded, tuple):  # (data, slices[, class]), as ``InMemoryDataset`` saves it
+        if len(loaded) < 2 or loaded[1] is not None:
+            raise DataError(f"{path} holds a collection of graphs; one graph is expected")
+        loaded = loaded[0]
+    if not isinstance(loaded, Mapping):
+        if not hasattr(loaded, "to_dict"):
+            raise DataError(f"{path} holds a {type(loaded).__name__}; expected a torch_geometric Data or HeteroData")
+        loaded = dict(loaded.to_dict())
+    return raw_graph(path.stem, loaded, str(path))
 
 
 def first_line(error: BaseException) -> str:
@@ -72,8 +77,12 @@ def safe_unpickling() -> Iterator[None]:
     A ``defaultdict`` in them is loaded as a plain dict.
     """
     from torch import serialization
+    from torch_geometric.data.data import Data, DataEdgeAttr, DataTensorAttr
+    from torch_geometric.data.hetero_data import HeteroData
+    from torch_geometric.data.storage import AttrType, BaseStorage, EdgeStorage, GlobalStorage, NodeStorage
 
-    own = _safe_globals()
+    storages = [BaseStorage, EdgeStorage, GlobalStorage, NodeStorage]
+    own = [Data, HeteroData, DataEdgeAttr, DataTensorAttr, *storages, AttrType, _plain_dict]
     before = serialization.get_safe_globals()  # includes torch_geometric's; restored afterwards
     try:
         serialization.clear_safe_globals()
@@ -84,16 +93,6 @@ def safe_unpickling() -> Iterator[None]:
         serialization.add_safe_globals(before)
 
 
-def _safe_globals() -> list[Any]:
-    from torch_geometric.data.data import Data, DataEdgeAttr, DataTensorAttr
-    from torch_geometric.data.hetero_data import HeteroData
-    from torch_geometric.data.storage import AttrType, BaseStorage, EdgeStorage, GlobalStorage, NodeStorage
-
-    storages = [BaseStorage, EdgeStorage, GlobalStorage, NodeStorage]
-    caches = [AttrType, _plain_dict]
-    return [Data, HeteroData, DataEdgeAttr, DataTensorAttr, *storages, *caches]
-
-
 def _plain_dict(factory: object = None) -> dict[Any, Any]:
     return {}
 
@@ -102,40 +101,22 @@ def _plain_dict(factory: object = None) -> dict[Any, Any]:
 _plain_dict.__module__, _plain_dict.__name__, _plain_dict.__qualname__ = "collections", *["defaultdict"] * 2
 
 
-def _mapping(loaded: Any, path: Path) -> Mapping[str, Any]:
-    """Return a loaded graph as a mapping. Raises ``DataError`` for several graphs.
-
-    ``loaded`` is a graph, a mapping, or the tuple (data, slices[, class]) that ``InMemoryDataset`` saves.
-    """
-    if isinstance(loaded, tuple):
-        if len(loaded) < 2 or loaded[1] is not None:
-            raise DataError(f"{path} holds a collection of graphs; one graph is expected")
-        loaded = loaded[0]
-    if isinstance(loaded, Mapping):
-        return loaded
-    if not hasattr(loaded, "to_dict"):
-        raise DataError(f"{path} holds a {type(loaded).__name__}; expected a torch_geometric Data or HeteroData")
-    return dict(loaded.to_dict())
-
-
 def raw_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
     """Make a ``RawGraph`` from ``Data.to_dict()`` or ``HeteroData.to_dict()``.
 
     ``place``: the file or dataset, for messages.
     """
-    if "_global_store" in values or any(isinstance(key, tuple) for key in values):
-        return _typed_graph(name, values, place)
-    num_nodes = values.get("num_nodes")
-    counts = {} if num_nodes is None else {HOMO_NODE: _count(num_nodes, place)}
-    arrays, notes = _raw_arrays(values, place)
-    return RawGraph(name, arrays, num_nodes=counts, notes=tuple(notes))
+    counts: dict[NodeType, int] = {}
+    if "_global_store" not in values and not any(isinstance(key, tuple) for key in values):
+        if values.get("num_nodes") is not None:
+            counts = {HOMO_NODE: _count(values["num_nodes"], place)}
+        arrays, notes = _raw_arrays(values, place)
+        return RawGraph(name, arrays, num_nodes=counts, notes=tuple(notes))
 
-
-def _typed_graph(name: str, values: Mapping[Any, Any], place: str) -> RawGraph:
     plain: dict[str, RawArray] = {}
     nodes: dict[NodeType, dict[str, RawArray]] = {}
     edges: dict[EdgeType, dict[str, RawArray]] = {}
-    counts, all_notes = {}, []
+    all_notes = []
     for key, content in values.items():
         if not isinstance(content, Mapping):
             continue
@@ -198,7 +179,19 @@ def read_pyg(name: str, source: str | None) -> RawGraph:
     from torch_geometric.data import HeteroData
 
     with errors_as_data_error(name, source):
-        dataset = _pyg_dataset(name, source)
+        import torch_geometric.datasets as catalogue
+
+        class_name, _, variant = name.partition(":")
+        kind = getattr(catalogue, class_name, None)
+        if kind is None:
+            nearest = difflib.get_close_matches(class_name, [*catalogue.__all__, *OWN_DATASETS], 1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else "see torch_geometric.datasets"
+            raise DataError(f"unknown dataset {name!r}; {hint} (or synthetic, synthetic-hetero, file, ogbn-…)")
+        parameters = inspect.signature(kind.__init__).parameters
+        if "name" in parameters and not variant:
+            raise DataError(f"dataset {name}: {class_name} has several graphs; choose one as {class_name}:<name>")
+        given = {"root": str(Path(source or DOWNLOADS) / class_name), "name": variant}
+        dataset = kind(**{key: value for key, value in given.items() if key in parameters})
         data, size = dataset[0], len(dataset)
     if size != 1:
         raise DataError(f"dataset {name} holds {size} graphs; one graph is expected")
@@ -208,20 +201,53 @@ def read_pyg(name: str, source: str | None) -> RawGraph:
     return raw_graph(name, values, f"dataset {name}")
 
 
-def _pyg_dataset(name: str, source: str | None) -> Any:
-    import torch_geometric.datasets as catalogue
+#: Classes and functions, as module.name, that may occur in a pickle of arrays, tensors and graphs; also by their names
+#: in Python 2 and numpy 1.
+_HARMLESS = re.compile(
+    r"(builtins|__builtin__)\.(set|frozenset|list|dict|tuple|int|long|float|bool|complex|str|unicode|bytes|bytearray|slice"
+    r"|object)"
+    r"|collections\.(OrderedDict|defaultdict|Counter)"
+    r"|_codecs\.encode|(copyreg|copy_reg)\._reconstructor"
+    r"|numpy\.(ndarray|dtype)|numpy\.(core|_core)\.multiarray\.(_reconstruct|scalar)"
+    r"|numpy\.(core|_core)\.numeric\._frombuffer"
+    r"|scipy\.sparse\.(_?(csr|csc|coo|bsr|dia|lil|dok)\.)?(csr|csc|coo|bsr|dia|lil|dok)_(matrix|array)"
+    r"|torch\.(Size|device|\w+Storage)|torch\.storage\.(TypedStorage|UntypedStorage|_load_from_bytes)"
+    r"|torch\._utils\._rebuild_(tensor|tensor_v2|parameter|sparse_tensor)|torch\.serialization\._get_layout"
+    r"|torch_geometric\.data\.data\.(Data|DataEdgeAttr|DataTensorAttr)|torch_geometric\.data\.hetero_data\.HeteroData"
+    r"|torch_geometric\.data\.storage\.(AttrType|BaseStorage|EdgeStorage|GlobalStorage|NodeStorage)"
+)
 
-    class_name, _, variant = name.partition(":")
-    kind = getattr(catalogue, class_name, None)
-    if kind is None:
-        nearest = difflib.get_close_matches(class_name, [*catalogue.__all__, *OWN_DATASETS], 1)
-        hint = f"did you mean {nearest[0]!r}?" if nearest else "see torch_geometric.datasets"
-        raise DataError(f"unknown dataset {name!r}; {hint} (or synthetic, synthetic-hetero, file, ogbn-…)")
-    parameters = inspect.signature(kind.__init__).parameters
-    if "name" in parameters and not variant:
-        raise DataError(f"dataset {name}: {class_name} has several graphs; choose one as {class_name}:<name>")
-    given = {"root": str(Path(source or DOWNLOADS) / class_name), "name": variant}
-    return kind(**{key: value for key, value in given.items() if key in parameters})
+_blocks = 0  #: number of ``with`` blocks of ``_only_harmless_pickles`` that are open
+_hooked = False
+
+
+class _UnsafePickle(pickle.UnpicklingError):
+    """A pickle has an object of another class than arrays and graphs."""
+
+
+@contextlib.contextmanager
+def _only_harmless_pickles() -> Iterator[None]:
+    """In the ``with`` block, let this process unpickle only numbers, texts, arrays, tensors and graphs.
+
+    Applies to pickle, and so to numpy's ``allow_pickle``, ``torch.load`` and pandas, whoever calls them in any thread.
+    Other content raises ``_UnsafePickle`` before anything in it is executed.
+    """
+    global _blocks, _hooked
+    if not _hooked:
+        sys.addaudithook(_refuse)  # cannot be removed
+        _hooked = True
+    _blocks += 1
+    try:
+        yield
+    finally:
+        _blocks -= 1
+
+
+def _refuse(event: str, args: tuple[Any, ...]) -> None:
+    if event == "pickle.find_class" and _blocks:
+        module, name = args
+        if not _HARMLESS.fullmatch(f"{module}.{name}"):
+            raise _UnsafePickle(f"Unsupported: {module}.{name}")
 
 
 @contextlib.contextmanager
@@ -232,13 +258,13 @@ def errors_as_data_error(name: str, source: str | None) -> Iterator[None]:
     """
     import torch
 
-    refused = UnsafePickle("Unsupported: a TorchScript archive")
+    refused = _UnsafePickle("Unsupported: a TorchScript archive")
     try:
-        with only_harmless_pickles(), mock.patch.object(torch.jit, "load", side_effect=refused):
+        with _only_harmless_pickles(), mock.patch.object(torch.jit, "load", side_effect=refused):
             yield
     except DataError:
         raise
-    except UnsafePickle as error:
+    except _UnsafePickle as error:
         raise DataError(
             f"dataset {name}: a file in {source or DOWNLOADS} is refused, as reading it could run code ({error}). "
             "Delete the folder, so that the files are downloaded again. If you trust them, save the graph yourself by "

@@ -172,7 +172,14 @@ class _Conversion:
         if table.label:
             columns.append(self._label(of, table.label, scan))
         self.database.run(f"CREATE TABLE {name}_ids AS SELECT rowid AS number, {id_} AS id FROM {scan.sql}", scan.where)
-        self._check_unique(scan, table.id, f"{name}_ids")
+        sql = f"SELECT id, count(*), min(number), max(number) FROM {name}_ids GROUP BY id HAVING count(*) > 1"
+        ((repeated,),) = self.database.rows(f"SELECT count(*) FROM ({sql})", scan.where)
+        if repeated:
+            value, _, first, again = self.database.rows(f"{sql} ORDER BY min(number) LIMIT 1", scan.where)[0]
+            raise DataError(
+                f"{scan.where}: {repeated:,} ids occur more than once in column {table.id!r}, first {value!r}: "
+                f"{scan.place(first)}, and {scan.place(again)}; every node needs one row"
+            )
         arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, count) for each in columns}
         arrays |= self._splits(table, scan, count, arrays.get("y"), arrays.get("time"))
         scan.close()
@@ -363,16 +370,6 @@ class _Conversion:
         found = ", ".join(dict.fromkeys(f"{column} of {scan.where}" for scan, column, _ in ends))
         self.notes.append(f"{where}: {count:,} nodes, the different {kind} in {found}")
         return count, arrays
-
-    def _check_unique(self, scan: Scan, column: str, name: str) -> None:
-        sql = f"SELECT id, count(*), min(number), max(number) FROM {name} GROUP BY id HAVING count(*) > 1"
-        ((repeated,),) = self.database.rows(f"SELECT count(*) FROM ({sql})", scan.where)
-        if repeated:
-            value, _, first, again = self.database.rows(f"{sql} ORDER BY min(number) LIMIT 1", scan.where)[0]
-            raise DataError(
-                f"{scan.where}: {repeated:,} ids occur more than once in column {column!r}, first {value!r}: "
-                f"{scan.place(first)}, and {scan.place(again)}; every node needs one row"
-            )
 
     def _label(self, of: NodeType | EdgeType, names: Sequence[str], scan: Scan) -> ArrayColumn:
         """Return attribute ``y``: classes as int64 (empty: -1), or numbers as float32 (empty: NaN).

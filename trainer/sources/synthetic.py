@@ -75,10 +75,6 @@ def _node_splits(dataset: str, options: _AnySynthetic, shuffled: Array, time: Ar
     return splits
 
 
-def _node_times(num_nodes: int, rng: np.random.Generator) -> Array:
-    return rng.integers(_TIMES, size=num_nodes)
-
-
 def _mostly_forward(first: Array, second: Array, rng: np.random.Generator) -> Array:
     """Return a mask of the edges to keep, bool [E]: all edges with ``first <= second``, and a few random others.
 
@@ -119,25 +115,21 @@ def make_synthetic(options: SyntheticOptions, fingerprint: str) -> Dataset:
     attrs = {"x": _class_features(y, options, rng), "y": y}
     shuffled = rng.permutation(options.num_nodes)
     if options.time:  # drawn by a generator of its own, so that the rest of the graph is the same without times
-        attrs["time"] = _node_times(options.num_nodes, np.random.default_rng([options.seed, 1]))
+        attrs["time"] = np.random.default_rng([options.seed, 1]).integers(_TIMES, size=options.num_nodes)
     splits = _node_splits("synthetic", options, shuffled, attrs.get("time"))
-    edges = _edge_data(options, edge_index, y, attrs.get("time"))
-    return Dataset.homogeneous("synthetic", NodeData(len(y), attrs, splits, options.num_classes), edges, fingerprint)
-
-
-def _edge_data(options: SyntheticOptions, edge_index: Array, y: Array, time: Array | None) -> EdgeData:
-    attrs = {}
-    if time is not None:
-        rng = np.random.default_rng([options.seed, 2])
+    nodes = NodeData(len(y), attrs, splits, options.num_classes)
+    edge_attrs = {}
+    if options.time:
+        time, rng = attrs["time"], np.random.default_rng([options.seed, 2])
         edge_index = edge_index[:, _mostly_forward(time[edge_index[0]], time[edge_index[1]], rng)]
-        attrs["edge_time"] = _edge_times(time[edge_index[0]], time[edge_index[1]], rng)
+        edge_attrs["edge_time"] = _edge_times(time[edge_index[0]], time[edge_index[1]], rng)
     if options.edge_weight:
         # Both directions of an edge have the same weight.
         pairs = edge_index.min(axis=0).astype(np.int64) * len(y) + edge_index.max(axis=0)
         pairs, place = np.unique(pairs, return_inverse=True)
         rng = np.random.default_rng([options.seed, 3])
-        attrs["edge_weight"] = _edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
-    return EdgeData(edge_index, attrs)
+        edge_attrs["edge_weight"] = _edge_weights(y[pairs // len(y)] == y[pairs % len(y)], rng)[place]
+    return Dataset.homogeneous("synthetic", nodes, EdgeData(edge_index, edge_attrs), fingerprint)
 
 
 def _limits(num_nodes: int) -> dict[str, tuple[float, float]]:
@@ -222,7 +214,7 @@ def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> 
     }
     classes = {of: rng.integers(options.num_classes, size=count) for of, count in counts.items()}
     features = {of: _class_features(y, options, rng) for of, y in classes.items()}
-    time = _node_times(options.num_nodes, rng)
+    time = rng.integers(_TIMES, size=options.num_nodes)
     papers = {"x": features["paper"], "y": classes["paper"]} | ({"time": time} if options.time else {})
     shuffled = rng.permutation(options.num_nodes)
     splits = _node_splits("synthetic-hetero", options, shuffled, time if options.time else None)
@@ -255,7 +247,13 @@ def _relations(
                 keep &= _mostly_forward(time[links.others], time[links.papers], rng)
             links = _DrawnLinks(links.papers[keep], links.others[keep], links.hit[keep])
         ends = (links.others, links.papers) if of[0] == other != "paper" else (links.papers, links.others)
-        edges[of] = EdgeData(np.stack(ends), _attrs(links, other, time, options, rng))
+        attrs = {}
+        if options.edge_weight:
+            attrs["edge_weight"] = _edge_weights(links.hit, rng)
+        if options.time:
+            own = time[links.papers]
+            attrs["edge_time"] = _edge_times(own, time[links.others] if other == "paper" else own, rng)
+        edges[of] = EdgeData(np.stack(ends), attrs)
     return edges
 
 
@@ -276,15 +274,3 @@ def _draw_links(
     pairs = np.unique(papers * len(classes) + others)
     papers, others = pairs // len(classes), pairs % len(classes)
     return _DrawnLinks(papers, others, classes[others] == wanted[papers])
-
-
-def _attrs(
-    links: _DrawnLinks, other: str, time: Array, options: SyntheticHeteroOptions, rng: np.random.Generator
-) -> dict[str, Array]:
-    attrs = {}
-    if options.edge_weight:
-        attrs["edge_weight"] = _edge_weights(links.hit, rng)
-    if options.time:
-        own = time[links.papers]
-        attrs["edge_time"] = _edge_times(own, time[links.others] if other == "paper" else own, rng)
-    return attrs

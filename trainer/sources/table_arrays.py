@@ -62,7 +62,13 @@ class TableArrays:
         ``where``: name of the table in messages.
         """
         if column.dtype is None:
-            return RawArray(self._texts(column, table, where, count), where)
+            (sql,) = column.columns
+            ((longest,),) = self._database.rows(f"SELECT max(strlen({sql})) FROM {table}", where)
+            out = self.empty(column.name, np.dtype(np.uint8), (count, max(1, longest)))
+            for begin, end in row_ranges(count, max(1, longest) + 50):
+                texts = self.rows(table, f"{sql} AS v", begin, end, where)["v"]
+                out[begin:end] = encode_texts([str(value) for value in texts], out.shape[1])
+            return RawArray(out, where)
         width = sum(max(1, each) for each in column.widths) if column.is_matrix else 0
         out = self.empty(column.name, column.dtype, (count, width) if width else (count,))
         lists, done = any(column.widths), 0
@@ -86,15 +92,6 @@ class TableArrays:
             out[done : done + len(values)] = values if column.is_matrix else values[:, 0]
             done += len(values)
         return RawArray(out, where)
-
-    def _texts(self, column: ArrayColumn, table: str, where: str, count: int) -> Array:
-        (sql,) = column.columns
-        ((longest,),) = self._database.rows(f"SELECT max(strlen({sql})) FROM {table}", where)
-        out = self.empty(column.name, np.dtype(np.uint8), (count, max(1, longest)))
-        for begin, end in row_ranges(count, max(1, longest) + 50):
-            rows = self.rows(table, f"{sql} AS v", begin, end, where)["v"]
-            out[begin:end] = encode_texts([str(value) for value in rows], out.shape[1])
-        return out
 
     def rows(self, name: str, selected: str, begin: int, end: int, where: str) -> dict[str, Any]:
         """Return columns of the rows of table ``name`` in the database, from ``begin`` to before ``end``."""

@@ -85,7 +85,14 @@ def check_numbers(scan: Scan, columns: Iterable[str], role: str, fill: float | N
         if name not in whole:
             integers = role == "attributes" and list_type(scan.types[name]) in _INTEGERS
             sql = f"CAST({quoted(name)} AS {'BIGINT' if integers else 'FLOAT'}[])"
-            found.append(NumberColumn(name, sql, _check_lists(scan, name, role), integers))
+            _refuse(scan, name, f"{quoted(name)} IS NULL", "every row needs a list of numbers")
+            length = _list_length(scan, name, role)
+            finite = (
+                f"[coalesce(abs(v) <= {LARGEST}, false) FOR v IN CAST({quoted(name)} AS DOUBLE[])]"  # false for NaN
+            )
+            advice = "lists must not contain missing values, NaN or infinity; `fill` does not apply to lists"
+            _refuse(scan, name, f"NOT list_bool_and({finite})", advice)
+            found.append(NumberColumn(name, sql, length, integers))
             continue
         number = as_double(name, scan.types[name])
         sql = _as_integer(name, scan.types[name]) if whole[name] else number
@@ -167,16 +174,6 @@ def _list_length(scan: Scan, name: str, role: str) -> int:
         at = scan.first(name, f"len({column}) != {high}" if low != high else f"coalesce(len({column}), 0) = 0")
         raise DataError(f"{at}; the lists in {name} have {low or 0} to {high or 0} numbers; all must be equally long")
     return int(high)
-
-
-def _check_lists(scan: Scan, name: str, role: str) -> int:
-    """Check a column of lists, and return their length."""
-    _refuse(scan, name, f"{quoted(name)} IS NULL", "every row needs a list of numbers")
-    length = _list_length(scan, name, role)
-    finite = f"[coalesce(abs(v) <= {LARGEST}, false) FOR v IN CAST({quoted(name)} AS DOUBLE[])]"  # false for NaN
-    advice = "lists must not contain missing values, NaN or infinity; `fill` does not apply to lists"
-    _refuse(scan, name, f"NOT list_bool_and({finite})", advice)
-    return length
 
 
 def label_sql(scan: Scan, name: str) -> tuple[str, int]:

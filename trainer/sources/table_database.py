@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import unquote
 
@@ -39,25 +38,21 @@ def _file(path: Path) -> str:
     return text(re.sub(r"[*?[]", r"[\g<0>]", str(path)))
 
 
-def _duckdb() -> ModuleType:
-    try:
-        import duckdb
-    except ImportError:
-        raise DataError(
-            "dataset tables needs the package duckdb on the machine that makes the parts: pip install duckdb"
-        ) from None
-    if [*map(int, duckdb.__version__.split(".")[:2])] < [1, 3]:  # skips empty lines above a header, and then rows
-        raise DataError(
-            f"dataset tables needs duckdb 1.3 or newer, found {duckdb.__version__}: pip install --upgrade duckdb"
-        )
-    return duckdb
-
-
 class Database:
     """A DuckDB database in ``folder``, where it also stores temporary data that exceeds ``memory`` bytes."""
 
     def __init__(self, folder: Path, memory: int | None) -> None:
-        self._module, self._memory, self.folder = _duckdb(), memory, folder
+        try:
+            import duckdb
+        except ImportError:
+            raise DataError(
+                "dataset tables needs the package duckdb on the machine that makes the parts: pip install duckdb"
+            ) from None
+        if [*map(int, duckdb.__version__.split(".")[:2])] < [1, 3]:  # skips empty lines above a header, and then rows
+            raise DataError(
+                f"dataset tables needs duckdb 1.3 or newer, found {duckdb.__version__}: pip install --upgrade duckdb"
+            )
+        self._module, self._memory, self.folder = duckdb, memory, folder
         self._file = folder / "tables.duckdb"
         self._connection = self._module.connect(str(self._file))
         self.run(f"SET temp_directory = {text(str(folder / 'spill'))}", "dataset tables")
@@ -341,7 +336,14 @@ class Scan:
                     f"{self.where}: {path} is empty, or damaged; expected a line of column names, and lines of values"
                 )
             if names := self.options.columns:
-                self._check_names(path, names, rows[0])
+                if len(rows[0]) != len(names):
+                    raise DataError(
+                        f"{self.where}: {path}: {len(rows[0])} values in a row, but {len(names)} names in `columns`"
+                    )
+                if [cell.removeprefix("\ufeff").strip().lower() for cell in rows[0]] == [of.lower() for of in names]:
+                    raise DataError(
+                        f"{self.where}: {path}: the first line has the names of the columns; leave out `columns`"
+                    )
                 self._headers[path] = _Header(delimiter, names, False, skipped)
                 return self._headers[path]
             repeated: set[str] = set()
@@ -369,13 +371,6 @@ class Scan:
                 f"{self.where}: {path}: two columns are called {column!r}"
                 f"{'' if same == column else f' and {same!r}, which is the same name'}; rename one of them"
             )
-
-    def _check_names(self, path: Path, names: Sequence[str], row: Sequence[str]) -> None:
-        """Raise ``DataError`` if the names of ``columns`` do not fit the first row of a file."""
-        if len(row) != len(names):
-            raise DataError(f"{self.where}: {path}: {len(row)} values in a row, but {len(names)} names in `columns`")
-        if [cell.removeprefix("\ufeff").strip().lower() for cell in row] == [name.lower() for name in names]:
-            raise DataError(f"{self.where}: {path}: the first line has the names of the columns; leave out `columns`")
 
     def _query_csv(self, path: Path, sql: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query on a CSV file, which is called ``_FILE`` in ``sql``.

@@ -40,46 +40,6 @@ def build_dataset(raw: RawGraph, options: SourceOptions, fingerprint: str, scrat
     (``hold_out_given``) are taken out of the edges first. Raises ``DataError`` for arrays or options
     that contradict each other.
     """
-    _check_options(raw, options)
-    if raw.hetero and not raw.edges:
-        raise DataError(f"{raw.name}: no edges; a heterogeneous graph has arrays named source__relation__target")
-    for of in (*raw.node_types, *raw.edges):
-        words = [of] if isinstance(of, str) else [*of]
-        for word in words:
-            check_word(word, raw.name)
-        if len(name := "__".join(words)) > LONGEST_NAME:
-            raise DataError(
-                f"{raw.name}: edge type {name[:20]}…{name[-20:]} has {len(name)} characters, more than "
-                f"{LONGEST_NAME}; use shorter names"
-            )
-    graph = sort_arrays(_native(raw), options)
-    notes = [*graph.notes]
-    nodes = {of: _node_data(of, graph, options, notes, scratch) for of in graph.node_types}
-    for name in options.times:
-        if name != "time" and not any(name in data.attrs for data in nodes.values()):
-            raise DataError(f"{raw.name}: option time_attrs names {name!r}, but no node type has this attribute")
-    edges = {of: _edge_data(of, graph, notes) for of in graph.edges}
-    counts = {of: data.num_nodes for of, data in nodes.items()}
-    edges, held_out, more = hold_out_given(edges, counts, options, raw.name, scratch)
-    notes += more
-    labelled = {of: data for of, data in edges.items() if "y" in data.attrs and data.attrs["y"].dtype.kind in "iu"}
-    if options.undirected:
-        only = {
-            of: data for of, data in edges.items() if any(is_task_table(end, graph.plain) for end in (of[0], of[2]))
-        }
-        others = {of: data for of, data in edges.items() if of not in only}
-        edges = {**both_ways(others, counts, options.reverse_types, raw.name, scratch), **only}
-    graph_attrs = _graph_attrs(graph.plain, notes)
-    held_out |= {f"{type_name(of)}__{CLASSES}": _edge_classes(of, data, raw.name) for of, data in labelled.items()}
-    if repeated := set(graph_attrs) & set(held_out):
-        raise DataError(f"{raw.name}: graph attribute {sorted(repeated)[0]} already exists; rename it")
-    graph_attrs |= held_out
-    return Dataset(
-        raw.name, nodes, edges, fingerprint, raw.hetero, graph_attrs, options.times, tuple(notes)
-    )  # fmt: skip
-
-
-def _check_options(raw: RawGraph, options: SourceOptions) -> None:
     if options.num_classes is not None and not 0 <= options.num_classes <= MOST_CLASSES:
         raise DataError(
             f"{raw.name}: option num_classes must be from 0 to {MOST_CLASSES}, not {options.num_classes}; "
@@ -97,21 +57,66 @@ def _check_options(raw: RawGraph, options: SourceOptions) -> None:
         )
     if options.reverse_types and not (raw.hetero and options.undirected):
         raise DataError(f"{raw.name}: option reverse_types needs a heterogeneous graph and option undirected")
+    if raw.hetero and not raw.edges:
+        raise DataError(f"{raw.name}: no edges; a heterogeneous graph has arrays named source__relation__target")
+    for of in (*raw.node_types, *raw.edges):
+        words = [of] if isinstance(of, str) else [*of]
+        for word in words:
+            check_word(word, raw.name)
+        if len(name := "__".join(words)) > LONGEST_NAME:
+            raise DataError(
+                f"{raw.name}: edge type {name[:20]}…{name[-20:]} has {len(name)} characters, more than "
+                f"{LONGEST_NAME}; use shorter names"
+            )
 
-
-def _native(raw: RawGraph) -> RawGraph:
-    def converted(arrays: RawArrays) -> RawArrays:
-        # Numba kernels support no other byte order.
-        return {
-            name: array
-            if array.values.dtype.isnative
-            else replace(array, values=array.values.astype(array.values.dtype.newbyteorder("=")))
-            for name, array in arrays.items()
+    native_nodes = {of: _native(arrays) for of, arrays in raw.nodes.items()}
+    native_edges = {of: _native(arrays) for of, arrays in raw.edges.items()}
+    graph = sort_arrays(replace(raw, plain=_native(raw.plain), nodes=native_nodes, edges=native_edges), options)
+    notes = [*graph.notes]
+    nodes = {of: _node_data(of, graph, options, notes, scratch) for of in graph.node_types}
+    for name in options.times:
+        if name != "time" and not any(name in data.attrs for data in nodes.values()):
+            raise DataError(f"{raw.name}: option time_attrs names {name!r}, but no node type has this attribute")
+    edges = {of: _edge_data(of, graph, notes) for of in graph.edges}
+    counts = {of: data.num_nodes for of, data in nodes.items()}
+    edges, held_out, more = hold_out_given(edges, counts, options, raw.name, scratch)
+    notes += more
+    labelled = {of: data for of, data in edges.items() if "y" in data.attrs and data.attrs["y"].dtype.kind in "iu"}
+    if options.undirected:
+        only = {
+            of: data for of, data in edges.items() if any(is_task_table(end, graph.plain) for end in (of[0], of[2]))
         }
+        others = {of: data for of, data in edges.items() if of not in only}
+        edges = {**both_ways(others, counts, options.reverse_types, raw.name, scratch), **only}
+    graph_attrs, links = {}, link_arrays(graph.plain)
+    for name, array in graph.plain.items():
+        if array.bfloat16 or not _is_number(array.values) or not NAME_PATTERN.fullmatch(name):
+            notes.append(f"{array.place}: left out, {array.description} belongs neither to nodes nor to edges")
+        elif array.values.nbytes > _MOST_GRAPH_BYTES and name not in links:
+            size = f"{array.values.nbytes / 1e6:.0f} MB"
+            notes.append(
+                f"{array.place}: left out, {array.description} has no row per node or edge, and {size} is too much to "
+                "copy to every host"
+            )
+        else:
+            graph_attrs[name] = array.values
+    held_out |= {f"{type_name(of)}__{CLASSES}": _edge_classes(of, data, raw.name) for of, data in labelled.items()}
+    if repeated := set(graph_attrs) & set(held_out):
+        raise DataError(f"{raw.name}: graph attribute {sorted(repeated)[0]} already exists; rename it")
+    graph_attrs |= held_out
+    return Dataset(
+        raw.name, nodes, edges, fingerprint, raw.hetero, graph_attrs, options.times, tuple(notes)
+    )  # fmt: skip
 
-    nodes = {of: converted(arrays) for of, arrays in raw.nodes.items()}
-    edges = {of: converted(arrays) for of, arrays in raw.edges.items()}
-    return replace(raw, plain=converted(raw.plain), nodes=nodes, edges=edges)
+
+def _native(arrays: RawArrays) -> RawArrays:
+    # Numba kernels support no other byte order.
+    return {
+        name: array
+        if array.values.dtype.isnative
+        else replace(array, values=array.values.astype(array.values.dtype.newbyteorder("=")))
+        for name, array in arrays.items()
+    }
 
 
 def _node_data(
@@ -352,23 +357,6 @@ def _is_number(values: Array) -> bool:
     return values.dtype.kind in "biufc" and values.dtype.itemsize <= (16 if values.dtype.kind == "c" else 8)
 
 
-def _graph_attrs(arrays: RawArrays, notes: list[str]) -> dict[str, Array]:
-    kept: dict[str, Array] = {}
-    links = link_arrays(arrays)
-    for name, array in arrays.items():
-        if array.bfloat16 or not _is_number(array.values) or not NAME_PATTERN.fullmatch(name):
-            notes.append(f"{array.place}: left out, {array.description} belongs neither to nodes nor to edges")
-        elif array.values.nbytes > _MOST_GRAPH_BYTES and name not in links:
-            size = f"{array.values.nbytes / 1e6:.0f} MB"
-            notes.append(
-                f"{array.place}: left out, {array.description} has no row per node or edge, and {size} is too much to "
-                "copy to every host"
-            )
-        else:
-            kept[name] = array.values
-    return kept
-
-
 def _splits(arrays: dict[str, RawArray], num_nodes: int, options: SourceOptions) -> dict[str, Ids]:
     """Remove the arrays ``<split>_idx`` and ``<split>_mask`` from ``arrays``, and return the node ids of each split."""
     splits: dict[str, Ids] = {}
@@ -382,18 +370,16 @@ def _splits(arrays: dict[str, RawArray], num_nodes: int, options: SourceOptions)
                 f"{array.place}: a mask of {array.values.dtype}, expected booleans; "
                 f"name it {prefix}_idx if it holds ids"
             )
-        splits[name] = _split_ids(_column(array, options), num_nodes, array.place)
+        values = array.values
+        if values.ndim == 2 and values.dtype.kind == "b":
+            if options.split is None or not 0 <= options.split < values.shape[1]:
+                raise DataError(
+                    f"{array.place}: the mask has {values.shape[1]} columns; choose one with option split (from 0)"
+                )
+            values = values[:, options.split]
+        splits[name] = _split_ids(values, num_nodes, array.place)
     usual = [name for name in ("train", "val", "test") if name in splits]
     return {name: splits[name] for name in dict.fromkeys([*usual, *splits])}
-
-
-def _column(array: RawArray, options: SourceOptions) -> Array:
-    values = array.values
-    if values.ndim != 2 or values.dtype.kind != "b":
-        return values
-    if options.split is None or not 0 <= options.split < values.shape[1]:
-        raise DataError(f"{array.place}: the mask has {values.shape[1]} columns; choose one with option split (from 0)")
-    return values[:, options.split]
 
 
 def _split_ids(values: Array, num_nodes: int, where: str) -> Ids:

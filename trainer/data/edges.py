@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from trainer.core.arrays import Array, Ids, id_dtype
+from trainer.core.arrays import Array, id_dtype
 from trainer.core.compiled import njit
 from trainer.core.progress import progress
 from trainer.core.row_sort import Column, Records, Scratch, sorted_rows
@@ -51,7 +51,17 @@ def joint_adjacency(
     np.cumsum(indptr, out=indptr)
     seen_by = np.full(num_nodes, -1, id_dtype(num_nodes))
     if scratch is not None:
-        return _adjacency_on_disk(lists, indptr, seen_by, np.dtype(dtype), scratch)
+        path, size = scratch.folder / "neighbours", 0
+        columns = [Column(seen_by.dtype)]
+        with path.open("wb") as file:
+            for group in sorted_rows(indptr.copy(), columns, lambda: _both_ways(lists, seen_by.dtype), scratch):
+                slots = group.columns[0]()
+                seen_by.fill(-1)
+                limits = _drop_repeats(group.limits, slots, seen_by)
+                file.write(slots[: int(limits[-1])].astype(dtype, copy=False).data)
+                indptr[group.first : group.first + len(limits)] = limits + size
+                size += int(limits[-1])
+        return indptr, np.memmap(path, dtype, "r", shape=(size,)) if size else np.empty(0, dtype)
     slots = np.empty(int(indptr[-1]), seen_by.dtype)
     cursor = indptr[:-1].copy()
     for edges, source, target in lists:
@@ -59,24 +69,6 @@ def joint_adjacency(
     del cursor
     unique_indptr = _drop_repeats(indptr, slots, seen_by)
     return unique_indptr, slots[: int(unique_indptr[-1])].astype(dtype)
-
-
-def _adjacency_on_disk(
-    lists: Sequence[_EdgeList], indptr: Ids, seen_by: Array, dtype: np.dtype[Any], scratch: Scratch
-) -> tuple[Array, Array]:
-    path = scratch.folder / "neighbours"
-    size = 0
-    with path.open("wb") as file:
-        for group in sorted_rows(
-            indptr.copy(), [Column(seen_by.dtype)], lambda: _both_ways(lists, seen_by.dtype), scratch
-        ):
-            slots = group.columns[0]()
-            seen_by.fill(-1)
-            limits = _drop_repeats(group.limits, slots, seen_by)
-            file.write(slots[: int(limits[-1])].astype(dtype, copy=False).data)
-            indptr[group.first : group.first + len(limits)] = limits + size
-            size += int(limits[-1])
-    return indptr, np.memmap(path, dtype, "r", shape=(size,)) if size else np.empty(0, dtype)
 
 
 def _both_ways(lists: Sequence[_EdgeList], dtype: np.dtype[Any]) -> Iterator[Records]:

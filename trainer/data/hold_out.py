@@ -80,12 +80,24 @@ def hold_out_given(
     found: list[dict[str, Array]] = []
     notes: list[str] = []
     for of in types:
-        _check_splits(edges[of], attr, f"{where}: edges {type_name(of)}")
+        data, about = edges[of], f"{where}: edges {type_name(of)}"
+        if attr not in data.attrs:
+            raise DataError(f"{about} have no such attribute, but: {', '.join(sorted(data.attrs)) or 'none'}")
+        given = data.attrs[attr]
+        if given.dtype.kind not in "iu" or given.size != data.num_edges:
+            raise DataError(f"{about}: expected one integer per edge, not {given.dtype} {list(given.shape)}")
+        for piece in slices(data.num_edges):
+            part = given[piece].reshape(-1)
+            if (wrong := (part < 0) | (part > 2)).any():
+                at = int(np.argmax(wrong))
+                raise DataError(
+                    f"{about}: edge {piece.start + at} has {part[at]}; 0 is for training, 1 for validation, 2 for test"
+                )
         if time is not None:
-            _check_times(edges[of], time, of, where)
+            _check_times(data, time, of, where)
         rule = _Given(attr, time)
-        links, more = _links(rule, of, edges[of], scratch)
-        kept = _remaining(rule, of, edges[of], scratch)
+        links, more = _links(rule, of, data, scratch)
+        kept = _remaining(rule, of, data, scratch)
         remaining[of] = replace(kept, attrs={name: values for name, values in kept.attrs.items() if name != attr})
         found.append(links)
         notes += more
@@ -103,21 +115,6 @@ def hold_out_given(
         joined[HELD_OUT_TIME] = encode_texts([time])
     joined[HELD_OUT] = encode_texts([type_name(of) for of in types])
     return remaining, joined, notes
-
-
-def _check_splits(data: EdgeData, attr: str, where: str) -> None:
-    if attr not in data.attrs:
-        raise DataError(f"{where} have no such attribute, but: {', '.join(sorted(data.attrs)) or 'none'}")
-    values = data.attrs[attr]
-    if values.dtype.kind not in "iu" or values.size != data.num_edges:
-        raise DataError(f"{where}: expected one integer per edge, not {values.dtype} {list(values.shape)}")
-    for piece in slices(data.num_edges):
-        part = values[piece].reshape(-1)
-        if (wrong := (part < 0) | (part > 2)).any():
-            at = int(np.argmax(wrong))
-            raise DataError(
-                f"{where}: edge {piece.start + at} has {part[at]}; 0 is for training, 1 for validation, 2 for test"
-            )
 
 
 def _also_edges(data: EdgeData, width: int, of: EdgeType, links: Mapping[str, Array], undirected: bool) -> list[str]:
@@ -180,19 +177,34 @@ def hold_out_links(dataset: Dataset, options: _HoldOut, scratch: Scratch | None 
                 f"{dataset.name}: option hold_out_time={options.hold_out_time} needs option hold_out, the edge type"
             )
         return dataset
-    _check(dataset, options)
+    shares = options.hold_out_val, options.hold_out_test
+    if min(shares) < 0 or not 0 < sum(shares) < 1:
+        raise DataError(
+            f"{dataset.name}: options hold_out_val={shares[0]:g} and hold_out_test={shares[1]:g} must be shares of the "
+            "links: each at least 0, their sum more than 0 and less than 1"
+        )
+    if existing := set(_NAMES) & set(dataset.graph_attrs):
+        raise DataError(
+            f"{dataset.name}: graph attribute {sorted(existing)[0]} already exists; leave out option hold_out, or "
+            "rename the attribute"
+        )
     of = _edge_type(dataset.edges, options.hold_out, f"{dataset.name}: option hold_out={options.hold_out}")
-    rule = _rule(dataset, of, options, scratch)
-    edges = dict(dataset.edges)
+    edges, back, time = dict(dataset.edges), _reverse(of), options.hold_out_time
+    rule: _Rule = _ByHash(of[0] == of[2], *shares)
+    if time is not None:
+        for each in (of, *({back} & set(edges))):
+            _check_times(edges[each], time, each, f"{dataset.name}: option hold_out_time={time}")
+        where = f"{dataset.name}: {time} of the edges {type_name(of)}"
+        memory = None if scratch is None else scratch.memory
+        rule = _ByTime(time, split_times(*counted_times(edges[of].attrs[time], memory, where), *shares, where))
     found, notes = _links(rule, of, edges[of], scratch)
     edges[of] = _remaining(rule, of, edges[of], scratch)
-    back = _reverse(of)
     if back in edges:
         edges[back] = _remaining(rule, back, edges[back], scratch, backward=True)
     width = dataset.nodes[of[2]].num_nodes
     notes += _remove_from_other_reverses(width, edges, of, found, scratch, (back,))
-    if rule.time is not None:
-        found[HELD_OUT_TIME] = encode_texts([rule.time])
+    if time is not None:
+        found[HELD_OUT_TIME] = encode_texts([time])
     found[HELD_OUT] = encode_texts([type_name(of)])
     return replace(
         dataset, edges=edges, graph_attrs={**dataset.graph_attrs, **found}, notes=(*dataset.notes, *notes)
@@ -361,17 +373,6 @@ class _ByTime:
         return [f"{type_name(of)}: {'; '.join(later)}; the {total - val - test:,} earlier ones are for training"]
 
 
-def _rule(dataset: Dataset, of: EdgeType, options: _HoldOut, scratch: Scratch | None) -> _Rule:
-    val, test, attr = options.hold_out_val, options.hold_out_test, options.hold_out_time
-    if attr is None:
-        return _ByHash(of[0] == of[2], val, test)
-    for each in (of, *({_reverse(of)} & set(dataset.edges))):
-        _check_times(dataset.edges[each], attr, each, f"{dataset.name}: option hold_out_time={attr}")
-    where = f"{dataset.name}: {attr} of the edges {type_name(of)}"
-    counted = counted_times(dataset.edges[of].attrs[attr], None if scratch is None else scratch.memory, where)
-    return _ByTime(attr, split_times(*counted, val, test, where))
-
-
 def _check_times(data: EdgeData, attr: str, of: EdgeType, where: str) -> None:
     if attr not in data.attrs:
         known = ", ".join(sorted(data.attrs)) or "none"
@@ -381,20 +382,6 @@ def _check_times(data: EdgeData, attr: str, of: EdgeType, where: str) -> None:
         raise DataError(
             f"{where}: {attr} of the edges {type_name(of)} is {values.dtype} {list(values.shape)}; times must be "
             "one integer (of 63 bits) per edge, for example seconds"
-        )
-
-
-def _check(dataset: Dataset, options: _HoldOut) -> None:
-    shares = options.hold_out_val, options.hold_out_test
-    if min(shares) < 0 or not 0 < sum(shares) < 1:
-        raise DataError(
-            f"{dataset.name}: options hold_out_val={shares[0]:g} and hold_out_test={shares[1]:g} must be shares of the "
-            "links: each at least 0, their sum more than 0 and less than 1"
-        )
-    if existing := set(_NAMES) & set(dataset.graph_attrs):
-        raise DataError(
-            f"{dataset.name}: graph attribute {sorted(existing)[0]} already exists; leave out option hold_out, or "
-            "rename the attribute"
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE, EdgeType, NodeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
@@ -51,7 +51,14 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
                 raise DataError(
                     f"{name}: edge type {of} ends at {end!r}, which has no nodes; set data[{end!r}].num_nodes"
                 )
-    graph_attrs = _graph_attrs(data._global_store if hetero else data._store, hetero)
+    store = data._global_store if hetero else data._store
+    of_graph = {
+        key: value
+        for key, value in store.items()
+        if key != "edge_index" and _is_dense(value) and str(value.dtype) != "torch.bfloat16"
+        and (hetero or not (_by_row(key, value, store, edges=False) or _by_row(key, value, store, edges=True)))
+    }  # fmt: skip
+    graph_attrs, _ = _arrays(of_graph)
     times = []
     for attr in time_attrs:
         found = [data.attrs[attr] for data in nodes.values() if attr in data.attrs and attr not in data.bfloat16]
@@ -77,8 +84,23 @@ def _node_data(store: Any, name: str) -> NodeData:
     if found is None:
         raise DataError(f"{name}: the number of nodes{_of(store)} is unknown; set num_nodes")
     num_nodes = int(found)
-    _sort_attrs(store, num_nodes)
-    _warn_of_masks(store, num_nodes, name)
+    had_num_nodes = "num_nodes" in store
+    store.num_nodes = num_nodes  # PyG prints a warning if it has to infer the number of nodes
+    try:
+        for key in store:
+            store.is_node_attr(key)
+    finally:
+        if not had_num_nodes:
+            del store["num_nodes"]
+    for key, value in store.items():
+        if not (key.endswith("_mask") and _is_dense(value) and value.dim() and str(value.dtype) == "torch.bool"):
+            continue
+        if not (store.is_node_attr(key) or store.is_edge_attr(key)):
+            warnings.warn(
+                f"{name}: {key}{_of(store)} has {len(value)} entries, but the graph has {num_nodes} nodes: it is not "
+                "used as a split",
+                stacklevel=4,
+            )
     attrs, bfloat16 = _arrays({key: value for key, value in store.items() if _by_row(key, value, store, edges=False)})
     masks = {key: mask for key, mask in attrs.items() if key.endswith("_mask") and mask.dtype.kind == "b"}
     full = {key.removesuffix("_mask"): mask for key, mask in masks.items() if mask.shape == (num_nodes,)}
@@ -90,30 +112,27 @@ def _node_data(store: Any, name: str) -> NodeData:
 
 
 def _edge_index(store: Any, name: str) -> Array:
-    """Return the edges of an edge type, [2, E]. Edges from ``adj_t`` are in the order of its rows (targets)."""
-    if "edge_index" in store:
-        return shared_array(store.edge_index)
-    if "adj_t" in store:
-        return np.stack(_targets_and_sources(store.adj_t)[::-1])
-    if attrs := [key for key in store if store.is_edge_attr(key)]:
-        raise DataError(f"{name}: no edge_index{_of(store)}, but an edge attribute {attrs[0]}")
-    return np.empty((2, 0), np.int64)
+    """Return the edges of an edge type, [2, E]. Edges from ``adj_t`` are in the order of its rows (targets).
 
-
-def _targets_and_sources(adj_t: Any) -> tuple[Ids, Ids]:
-    """Return the targets and sources of the edges in a transposed adjacency matrix, row by row, int64 [E] each.
-
-    ``adj_t``: a torch_sparse ``SparseTensor`` or a sparse torch tensor. Repeated entries of a torch tensor are merged
+    ``adj_t`` is a torch_sparse ``SparseTensor`` or a sparse torch tensor. Repeated entries of a torch tensor are merged
     unless its layout is CSR.
     """
     import torch
 
-    if not isinstance(adj_t, torch.Tensor):
-        row, col, _ = adj_t.coo()
-        return shared_array(row), shared_array(col)
-    csr = adj_t if adj_t.layout == torch.sparse_csr else adj_t.to_sparse_csr()
-    counts = shared_array(csr.crow_indices().diff())
-    return np.repeat(np.arange(len(counts)), counts), shared_array(csr.col_indices()).astype(np.int64)
+    if "edge_index" in store:
+        return shared_array(store.edge_index)
+    if "adj_t" in store:
+        adj_t = store.adj_t
+        if not isinstance(adj_t, torch.Tensor):
+            targets, sources, _ = adj_t.coo()
+            return np.stack([shared_array(sources), shared_array(targets)])
+        csr = adj_t if adj_t.layout == torch.sparse_csr else adj_t.to_sparse_csr()
+        counts = shared_array(csr.crow_indices().diff())
+        targets = np.repeat(np.arange(len(counts)), counts)
+        return np.stack([shared_array(csr.col_indices()).astype(np.int64), targets])
+    if attrs := [key for key in store if store.is_edge_attr(key)]:
+        raise DataError(f"{name}: no edge_index{_of(store)}, but an edge attribute {attrs[0]}")
+    return np.empty((2, 0), np.int64)
 
 
 def _of(store: Any) -> str:
@@ -127,30 +146,6 @@ def _by_row(key: str, value: Any, store: Any, edges: bool) -> bool:
     if not isinstance(along, int) or along % value.dim() != 0:
         return False  # not indexed along its first dimension, such as [2, E]
     return bool(store.is_edge_attr(key) if edges else store.is_node_attr(key))
-
-
-def _sort_attrs(store: Any, num_nodes: int) -> None:
-    # PyG prints a warning if it has to infer the number of nodes.
-    had_num_nodes = "num_nodes" in store
-    store.num_nodes = num_nodes
-    try:
-        for key in store:
-            store.is_node_attr(key)
-    finally:
-        if not had_num_nodes:
-            del store["num_nodes"]
-
-
-def _warn_of_masks(store: Any, num_nodes: int, name: str) -> None:
-    for key, value in store.items():
-        if not (key.endswith("_mask") and _is_dense(value) and value.dim() and str(value.dtype) == "torch.bool"):
-            continue
-        if not (store.is_node_attr(key) or store.is_edge_attr(key)):
-            warnings.warn(
-                f"{name}: {key}{_of(store)} has {len(value)} entries, but the graph has {num_nodes} nodes: it is not "
-                "used as a split",
-                stacklevel=5,
-            )
 
 
 def _is_dense(value: Any) -> bool:
@@ -167,13 +162,3 @@ def _arrays(tensors: Mapping[str, torch.Tensor]) -> _Arrays:
         except TypeError:
             continue  # numpy has no such dtype (float8, quantized)
     return arrays, frozenset(key for key in arrays if str(tensors[key].dtype) == "torch.bfloat16")
-
-
-def _graph_attrs(store: Any, hetero: bool) -> dict[str, Array]:
-    own = {
-        key: value
-        for key, value in store.items()
-        if key != "edge_index" and _is_dense(value) and str(value.dtype) != "torch.bfloat16"
-        and (hetero or not (_by_row(key, value, store, edges=False) or _by_row(key, value, store, edges=True)))
-    }  # fmt: skip
-    return _arrays(own)[0]

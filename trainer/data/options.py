@@ -105,18 +105,18 @@ def parse_options(kind: type[T], options: Mapping[str, Any], dataset: str) -> T:
             nearest = difflib.get_close_matches(name, known, 1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"the options are {', '.join(known)}"
             raise DataError(f"dataset {dataset}: unknown option {name!r}; {hint}")
-    return kind(**{name: _convert(name, value, known[name], dataset) for name, value in options.items()})
-
-
-def _convert(name: str, value: Any, annotation: str, dataset: str) -> Any:
-    wanted = annotation.removesuffix(" | None")
-    if value is None and wanted != annotation:
-        return None
-    try:
-        return _KINDS[wanted][0](value)
-    except (TypeError, ValueError, OverflowError):
-        kind = _KINDS[wanted][1]
-        raise DataError(f"dataset {dataset}: option {name} must be {kind}, not {value!r}") from None
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        wanted = known[name].removesuffix(" | None")
+        if value is None and wanted != known[name]:
+            found[name] = None
+            continue
+        parse, what = _KINDS[wanted]
+        try:
+            found[name] = parse(value)
+        except (TypeError, ValueError, OverflowError):
+            raise DataError(f"dataset {dataset}: option {name} must be {what}, not {value!r}") from None
+    return kind(**found)
 
 
 def _integer(value: Any) -> int:

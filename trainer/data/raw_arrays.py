@@ -107,18 +107,38 @@ def sort_arrays(raw: RawGraph, options: SourceOptions) -> RawGraph:
 
     Raises ``DataError`` when the type of an array or the number of nodes cannot be determined.
     """
-    if raw.hetero:
-        return _move_links_to_plain(_by_target(raw, options))
-    return raw if raw.edges else _homogeneous(raw, options)
-
-
-def _move_links_to_plain(raw: RawGraph) -> RawGraph:
-    edges, plain = {}, dict(raw.plain)
-    for of, arrays in raw.edges.items():
+    if not raw.hetero:
+        return raw if raw.edges else _homogeneous(raw, options)
+    notes, plain = list(raw.notes), dict(raw.plain)
+    if "edge_index" in plain:
+        notes.append(f"{plain.pop('edge_index').place}: left out, as the graph has typed edges")
+    counts = {of: count for of in raw.node_types if (count := _known_nodes(raw, of)) is not None}
+    target = _target(plain, counts, raw, options)
+    nodes: dict[NodeType, dict[str, RawArray]] = {of: dict(arrays) for of, arrays in raw.nodes.items()}
+    if target is not None:
+        own = nodes.setdefault(target, {})
+        for name, array in list(plain.items()):
+            if name.endswith(f"__{CATEGORIES}"):
+                continue
+            if _belongs_to_nodes(name) or target not in counts or array.rows == counts[target]:
+                if name in own:
+                    raise DataError(f"{array.place}: {name} of {target} is also in {own[name].place}; remove one")
+                own[name] = plain.pop(name)
+    found = replace(raw, plain=plain, nodes=nodes, notes=tuple(notes))
+    num_nodes: dict[NodeType, int] = {}
+    for of in raw.node_types:
+        if (known := _known_nodes(found, of)) is None:
+            raise DataError(
+                f"{raw.name}: the number of nodes of type {of!r} is unknown; add num_nodes.json {{{of!r}: number, …}}, "
+                f"or an array {of}__x"
+            )
+        num_nodes[of] = known
+    edges = {}
+    for edge_type, arrays in raw.edges.items():
         links = link_arrays(arrays)
-        plain |= {f"{type_name(of)}__{name}": array for name, array in links.items()}
-        edges[of] = {name: array for name, array in arrays.items() if name not in links}
-    return replace(raw, plain=plain, edges=edges)
+        plain |= {f"{type_name(edge_type)}__{name}": array for name, array in links.items()}
+        edges[edge_type] = {name: array for name, array in arrays.items() if name not in links}
+    return replace(found, plain=plain, edges=edges, num_nodes=num_nodes)
 
 
 def _homogeneous(raw: RawGraph, options: SourceOptions) -> RawGraph:
@@ -166,27 +186,6 @@ def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
     raise DataError(f"{raw.name}: the number of nodes is unknown without x and y; give option num_nodes")
 
 
-def _by_target(raw: RawGraph, options: SourceOptions) -> RawGraph:
-    notes = list(raw.notes)
-    plain = dict(raw.plain)
-    if "edge_index" in plain:
-        notes.append(f"{plain.pop('edge_index').place}: left out, as the graph has typed edges")
-    counts = {of: count for of in raw.node_types if (count := _known_nodes(raw, of)) is not None}
-    target = _target(plain, counts, raw, options)
-    nodes: dict[NodeType, dict[str, RawArray]] = {of: dict(arrays) for of, arrays in raw.nodes.items()}
-    if target is not None:
-        own = nodes.setdefault(target, {})
-        for name, array in list(plain.items()):
-            if name.endswith(f"__{CATEGORIES}"):
-                continue
-            if _belongs_to_nodes(name) or target not in counts or array.rows == counts[target]:
-                if name in own:
-                    raise DataError(f"{array.place}: {name} of {target} is also in {own[name].place}; remove one")
-                own[name] = plain.pop(name)
-    sorted_graph = replace(raw, plain=plain, nodes=nodes, notes=tuple(notes))
-    return replace(sorted_graph, num_nodes={of: _num_nodes(sorted_graph, of) for of in raw.node_types})
-
-
 def _belongs_to_nodes(name: str) -> bool:
     return name in ("x", "y") or split_prefix(name) is not None
 
@@ -210,16 +209,6 @@ def _target(plain: RawArrays, counts: Mapping[NodeType, int], raw: RawGraph, opt
         what = "fit several node types: " + ", ".join(fitting) if fitting else "fit the number of nodes of no type"
         raise DataError(f"{raw.name}: {names} {what}; give option target, the node type they belong to")
     return fitting[0]
-
-
-def _num_nodes(raw: RawGraph, of: NodeType) -> int:
-    known = _known_nodes(raw, of)
-    if known is None:
-        raise DataError(
-            f"{raw.name}: the number of nodes of type {of!r} is unknown; add num_nodes.json {{{of!r}: number, …}}, "
-            f"or an array {of}__x"
-        )
-    return known
 
 
 def _known_nodes(raw: RawGraph, of: NodeType) -> int | None:

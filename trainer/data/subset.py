@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trainer.core.arrays import Array
 from trainer.core.errors import DataError
 from trainer.core.graph_attrs import (
     HELD_OUT,
@@ -59,38 +58,29 @@ def subset_of(dataset: Dataset, num_nodes: int | None, scratch: Scratch | None =
         )
     kept = _snowball(dataset, num_nodes)
     numbers = {of: np.cumsum(flags) - 1 for of, flags in kept.items()}
-    return replace(
-        dataset,
-        nodes={of: _kept_nodes(of, data, kept[of], numbers[of], scratch) for of, data in dataset.nodes.items()},
-        edges={of: _kept_edges(of, data, kept, numbers, scratch) for of, data in dataset.edges.items()},
-        graph_attrs={**dataset.graph_attrs, **_kept_links(dataset, kept, numbers)},
-        notes=(*dataset.notes, f"a subset of {num_nodes:,} of {dataset.num_nodes:,} nodes (option subset)"),
-    )
-
-
-def _kept_links(
-    dataset: Dataset, kept: Mapping[NodeType, _Flags], numbers: Mapping[NodeType, Array]
-) -> dict[str, Array]:  # fmt: skip
-    """Return the graph attributes of held-out links, without links of nodes that are left out."""
-    attrs = dataset.graph_attrs
-    found: dict[str, Array] = {}
-    types = {type_name(of): of for of in dataset.edges}
+    attrs, types = dict(dataset.graph_attrs), {type_name(of): of for of in dataset.edges}
     for names in ((VAL_LINKS, VAL_TIMES, VAL_TYPES), (TEST_LINKS, TEST_TIMES, TEST_TYPES)):
         if names[0] not in attrs:
             continue
-        links = np.array(attrs[names[0]])
-        row = np.asarray(attrs.get(names[2], np.zeros(links.shape[1], np.int64)))
+        ends = np.array(attrs[names[0]])
+        row = np.asarray(attrs.get(names[2], np.zeros(ends.shape[1], np.int64)))
         stay = np.zeros(len(row), bool)
         for k, name in enumerate(held_out_names(attrs)):
             source, _, target = types[name]
             own = np.flatnonzero(row == k)
-            own = own[kept[source][links[0, own]] & kept[target][links[1, own]]]
-            links[:, own] = numbers[source][links[0, own]], numbers[target][links[1, own]]
+            own = own[kept[source][ends[0, own]] & kept[target][ends[1, own]]]
+            ends[:, own] = numbers[source][ends[0, own]], numbers[target][ends[1, own]]
             stay[own] = True
-        found |= {
-            name: (links if name == names[0] else np.asarray(attrs[name]))[..., stay] for name in names if name in attrs
-        }
-    return found
+        for name in names:
+            if name in attrs:
+                attrs[name] = (ends if name == names[0] else np.asarray(attrs[name]))[..., stay]
+    return replace(
+        dataset,
+        nodes={of: _kept_nodes(of, data, kept[of], numbers[of], scratch) for of, data in dataset.nodes.items()},
+        edges={of: _kept_edges(of, data, kept, numbers, scratch) for of, data in dataset.edges.items()},
+        graph_attrs=attrs,
+        notes=(*dataset.notes, f"a subset of {num_nodes:,} of {dataset.num_nodes:,} nodes (option subset)"),
+    )
 
 
 def _snowball(dataset: Dataset, num_nodes: int) -> dict[NodeType, _Flags]:
@@ -103,7 +93,13 @@ def _snowball(dataset: Dataset, num_nodes: int) -> dict[NodeType, _Flags]:
         wanted = max(1, int(num_nodes * _FIRST_SHARE / len(pools)))
         _add(kept, {of: ids}, min(wanted, _left(kept, num_nodes)), rng)
     while left := _left(kept, num_nodes):
-        near = _in_neighbors(dataset, kept)
+        # Nodes outside the sample with an edge to a node inside; without any, all nodes outside.
+        reached = {of: np.zeros(len(flags), bool) for of, flags in kept.items()}
+        for (source, _, target), data in dataset.edges.items():
+            for piece in slices(data.num_edges):
+                sources, targets = data.edge_index[:, piece]
+                reached[source][sources[kept[target][targets]]] = True
+        near = {of: ids for of, flags in reached.items() if len(ids := np.flatnonzero(flags & ~kept[of]))}
         if not near:
             near = {of: np.flatnonzero(~flags) for of, flags in kept.items()}
         _add(kept, near, left, rng)
@@ -112,17 +108,6 @@ def _snowball(dataset: Dataset, num_nodes: int) -> dict[NodeType, _Flags]:
 
 def _left(kept: Mapping[NodeType, _Flags], num_nodes: int) -> int:
     return num_nodes - sum(int(np.count_nonzero(flags)) for flags in kept.values())
-
-
-def _in_neighbors(dataset: Dataset, kept: Mapping[NodeType, _Flags]) -> dict[NodeType, npt.NDArray[np.int64]]:
-    """Return the nodes outside the subset with an edge to a node inside, by type; types without any are left out."""
-    reached = {of: np.zeros(len(flags), bool) for of, flags in kept.items()}
-    for (source, _, target), data in dataset.edges.items():
-        for piece in slices(data.num_edges):
-            sources, targets = data.edge_index[:, piece]
-            reached[source][sources[kept[target][targets]]] = True
-    found = {of: np.flatnonzero(flags & ~kept[of]) for of, flags in reached.items()}
-    return {of: ids for of, ids in found.items() if len(ids)}
 
 
 def _add(

@@ -118,10 +118,25 @@ def assembled(pieces: Iterable[Piece], count: int, of: str, arrays: WorkArrays) 
     for piece in pieces:
         if whole is None:
             whole = arrays.empty((count, *piece.values.shape[1:]), piece.values.dtype)
-        _check_piece(piece, whole, of)
+        if piece.values.ndim == 0 or len(piece.values) != len(piece.ids):
+            rows = len(piece.values) if piece.values.ndim else 0
+            raise DataError(f"{piece.place}: {rows} rows, but {len(piece.ids)} ids ({of}); the file is damaged")
+        if piece.values.dtype != whole.dtype or piece.values.shape[1:] != whole.shape[1:]:
+            raise DataError(
+                f"{piece.place}: rows are {piece.values.dtype} {list(piece.values.shape[1:])}, but {whole.dtype} "
+                f"{list(whole.shape[1:])} in an earlier part ({of})"
+            )
         for start in range(0, len(piece.ids), _ROWS_AT_ONCE):
             ids = np.asarray(piece.ids[start : start + _ROWS_AT_ONCE], np.int64)
-            _check_ids(ids, seen, piece, of)
+            if int(ids.min()) < 0 or int(ids.max()) >= count:
+                wrong = ids[(ids < 0) | (ids >= count)][0]
+                raise DataError(f"{piece.place}: found {of} {wrong}, but ids go from 0 to {count - 1}")
+            again = seen[ids]
+            if again.any():
+                raise DataError(f"{piece.place}: {of} {ids[int(np.argmax(again))]} is also in an earlier part")
+            ordered = np.sort(ids)
+            if (twice := np.diff(ordered) == 0).any():
+                raise DataError(f"{piece.place}: {of} {ordered[1:][twice][0]} appears twice")
             seen[ids] = True
             whole[ids] = piece.values[start : start + _ROWS_AT_ONCE]
     if whole is None:
@@ -133,28 +148,3 @@ def assembled(pieces: Iterable[Piece], count: int, of: str, arrays: WorkArrays) 
             "missing); copy the folders of all parts"
         )
     return whole
-
-
-def _check_piece(piece: Piece, whole: Array, of: str) -> None:
-    if piece.values.ndim == 0 or len(piece.values) != len(piece.ids):
-        rows = len(piece.values) if piece.values.ndim else 0
-        raise DataError(f"{piece.place}: {rows} rows, but {len(piece.ids)} ids ({of}); the file is damaged")
-    if piece.values.dtype != whole.dtype or piece.values.shape[1:] != whole.shape[1:]:
-        raise DataError(
-            f"{piece.place}: rows are {piece.values.dtype} {list(piece.values.shape[1:])}, but {whole.dtype} "
-            f"{list(whole.shape[1:])} in an earlier part ({of})"
-        )
-
-
-def _check_ids(ids: Array, seen: Array, piece: Piece, of: str) -> None:
-    if not len(ids):
-        return
-    if int(ids.min()) < 0 or int(ids.max()) >= len(seen):
-        wrong = ids[(ids < 0) | (ids >= len(seen))][0]
-        raise DataError(f"{piece.place}: found {of} {wrong}, but ids go from 0 to {len(seen) - 1}")
-    again = seen[ids]
-    if again.any():
-        raise DataError(f"{piece.place}: {of} {ids[int(np.argmax(again))]} is also in an earlier part")
-    if np.count_nonzero(np.diff(np.sort(ids)) == 0):
-        ordered = np.sort(ids)
-        raise DataError(f"{piece.place}: {of} {ordered[1:][np.diff(ordered) == 0][0]} appears twice")

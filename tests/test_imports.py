@@ -56,7 +56,7 @@ LOADED_WHEN_USED = {
         "data.store": "launcher.sync.parts_store launcher.sync.store_progress launcher.node.store "
         "launcher.node.remote_folder launcher.config.store_consistency launcher.preflight.store_access",
         "files of other launchers": "launcher.config.importers launcher.run.config_of_options",
-        "own commands and models": "launcher.plan.own_script launcher.plan.script_imports",
+        "own commands and models": "launcher.plan.own_script",
         "wrap": "launcher.plan.wrap launcher.preflight.check_container",
         "data.mode: verify": "launcher.sync.verify_parts launcher.preflight.shared_folder",
         "train.track": "launcher.plan.tracking",

@@ -23,9 +23,13 @@ FETCH_SPEC = "fetch.json"  #: file of a run folder: what ``launcher/node/store/f
 
 def code_files() -> list[Path]:
     """Return the code that every node gets, as sorted absolute paths: ``launcher/node``, ``trainer``, ``gnnfleet``."""
-    own = [CODE_ROOT / "launcher" / "__init__.py", *(CODE_ROOT / "launcher" / "node").rglob("*.py")]
-    packages = (path for package in ("gnnfleet", "trainer") for path in (CODE_ROOT / package).rglob("*"))
-    return sorted([*own, *(path for path in packages if _is_code(path))])
+    code = [CODE_ROOT / "launcher" / "__init__.py", *(CODE_ROOT / "launcher" / "node").rglob("*.py")]
+    for package in ("gnnfleet", "trainer"):
+        for path in (CODE_ROOT / package).rglob("*"):
+            below = path.parts[len(CODE_ROOT.parts) :]
+            if path.is_file() and not any(part == "__pycache__" or part.startswith(".") for part in below):
+                code.append(path)
+    return sorted(code)
 
 
 def code_digest() -> str:
@@ -39,11 +43,6 @@ def code_digest() -> str:
 def relative(path: Path) -> str:
     """Return the path of a code file relative to gnnfleet's code folder; this path is the same on all machines."""
     return path.relative_to(CODE_ROOT).as_posix()
-
-
-def _is_code(path: Path) -> bool:
-    hidden = any(part == "__pycache__" or part.startswith(".") for part in path.parts[len(CODE_ROOT.parts) :])
-    return path.is_file() and not hidden
 
 
 @dataclass(frozen=True)

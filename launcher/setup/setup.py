@@ -5,33 +5,47 @@ from __future__ import annotations
 import json
 import platform
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from launcher.command import Command
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import extra_packages
 from launcher.errors import FleetError, NodeError, TransportError, UsageError
+from launcher.node.programs.packages import PACKAGES
+from launcher.plan.model import PlannedFile
 from launcher.preflight.preflight import open_agents
-from launcher.setup.apply import Connections, Result, apply
 from launcher.setup.lock import forget, lock_of
-from launcher.setup.plan import SetupPlan, make_plan, with_sources
+from launcher.setup.plan import HostPlan, SetupPlan, make_plan, with_sources
 from launcher.setup.render import print_plan, to_json
 from launcher.setup.requirements import Requirements, Target, required
 from launcher.setup.survey import TIMEOUT, HostState, base_python, survey_hosts
-from launcher.setup.wheels import Wheel, WheelLock, download
-from launcher.sync.progress import transfer_progress
+from launcher.setup.wheels import SetupError, Wheel, WheelLock, download
+from launcher.sync.progress import TransferProgress, transfer_progress
+from launcher.sync.transfer import FileTransfer, Stopped
 from launcher.text import count
 from launcher.transport import close_all, connect_all
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent
+
+_POLL = 1.0  # seconds between progress reports of downloads
+
+_CALL_TIMEOUT = 120.0  # seconds
+
+_INSTALL_TIMEOUT = 5400.0  # seconds; longer than the timeouts of node/programs/install.py together
+
+#: Modules that must be importable after an installation, and their packages
+_MODULES = {**{name: name.replace("_", "-") for name in PACKAGES}, "numba.cuda": "numba-cuda", "gnnfleet": "gnnfleet"}
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
         failed = [*unreachable, *(errors[k] for k in sorted(errors))]
         plan = _planned(config, states, requirements, agents, options)
         print_plan(plan, failed, options.console)
-        results: dict[int, Result] = {}
+        results: dict[int, _Result] = {}
         problems: dict[int, Exception] = {}
         acting = bool(plan.work) and not options.dry_run
         if acting and options.ask:
@@ -77,7 +91,7 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
             acting = click.confirm(text, default=True, err=options.as_json)
         if acting:
             pythons = {k: base_python(config, k) for k in transports}
-            connections = Connections(transports, agents, pythons, config.run.connect_timeout)
+            connections = _Connections(transports, agents, pythons, config.run.connect_timeout)
             results, problems = _installed(plan, requirements, connections, options)
     if options.as_json:
         click.echo(json.dumps(to_json(plan, failed, {k: str(error) for k, error in problems.items()}), indent=1))
@@ -136,12 +150,50 @@ def _planned(
     return with_sources(plan, answers.values)
 
 
-def _installed(
-    plan: SetupPlan, requirements: Requirements, connections: Connections, options: SetupOptions
-) -> tuple[dict[int, Result], dict[int, Exception]]:
-    """Download the wheels that are to be sent and that this machine lacks, then install on all hosts.
+@dataclass(frozen=True)
+class _Connections:
+    """Open connections to the nodes, by node_rank."""
 
-    Returns results and errors by node_rank. Raises SetupError if a download fails.
+    transports: Mapping[int, Transport]
+    agents: Mapping[int, NodeAgent]
+    pythons: Mapping[int, Command]  #: commands that start some Python there
+    connect_timeout: float  #: seconds
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A finished installation on one host."""
+
+    seconds: float
+    tool: str  #: uv or pip
+    cuda: bool  #: whether torch can use CUDA there
+
+
+@dataclass(frozen=True)
+class _Receiver:
+    node_rank: int
+    label: str
+    python: Command
+
+
+class _WheelTransfer(FileTransfer):
+    """The transfer of wheels to one host."""
+
+    def __init__(self, files: list[PlannedFile], *rest: Any):
+        super().__init__(*rest)
+        self.files = files
+
+    def send_all(self) -> None:
+        self.send_files(list(zip(self.files, self.inventory(self.files)["files"], strict=True)))
+
+
+def _installed(
+    plan: SetupPlan, requirements: Requirements, connections: _Connections, options: SetupOptions
+) -> tuple[dict[int, _Result], dict[int, Exception]]:
+    """Download the wheels that are to be sent and that this machine lacks, then install on all hosts in parallel.
+
+    Returns results and errors by node_rank: a failure on one host does not stop the others. Raises SetupError if a
+    download to this machine fails.
     """
     wanted: dict[Target, dict[Wheel, None]] = {}
     for host in plan.work:
@@ -160,12 +212,71 @@ def _installed(
         options.console.print(f"{count(len(paths), 'wheel')} on this machine, {size}", highlight=False)
 
     labels = {host.state.node_rank: host.state.label for host in plan.hosts}
+    hosts, stop = {host.state.node_rank: host for host in plan.work}, threading.Event()
     with transfer_progress(options.console, labels) as progress:
-        results, errors = apply(plan, paths, connections, progress)
-    bugs = [error for error in errors.values() if not isinstance(error, FleetError | TimeoutError)]
+        try:
+            answers = on_nodes(hosts, lambda k: _set_up(hosts[k], paths, connections, progress, stop))
+        finally:
+            stop.set()  # Ctrl-C: threads of hosts that receive wheels end
+    bugs = [error for error in answers.errors.values() if not isinstance(error, FleetError | TimeoutError)]
     if bugs:
         raise bugs[0]
-    return results, errors
+    return answers.values, answers.errors
+
+
+def _set_up(
+    host: HostPlan,
+    paths: Mapping[Wheel, Path],
+    connections: _Connections,
+    progress: TransferProgress,
+    stop: threading.Event,
+) -> _Result:
+    k = host.state.node_rank
+    folder = f"{host.state.environment}.setup"  # removed when the installation is complete
+    wheels = f"{folder}/wheels"
+    agent, environment, label = connections.agents[k], host.state.environment, host.state.label
+    if host.fetched:  # the host downloads them; their bytes count as progress
+        asked = [{"file": wheel.file, "url": wheel.url, "sha256": wheel.sha256} for wheel in host.fetched]
+        agent.call("downloads", {"op": "fetch", "folder": wheels, "wheels": asked}, _CALL_TIMEOUT)
+        received = total = 0
+        while not stop.is_set():
+            state = agent.call("downloads", {"op": "fetched", "seconds": _POLL}, _CALL_TIMEOUT)
+            progress.start(k, state["total"] - total)
+            progress.advance(k, state["bytes"] - received)
+            received, total = state["bytes"], state["total"]
+            if state["done"] and state["error"]:
+                raise SetupError(f"{label}: a download failed: {state['error']}. Run gnnfleet setup again")
+            if state["done"]:
+                break
+    if host.sent:
+        files = [
+            PlannedFile(f"{wheels}/{wheel.file}", paths[wheel].stat().st_size, str(paths[wheel]), sha256=wheel.sha256)
+            for wheel in host.sent
+        ]
+        node = _Receiver(k, label, connections.pythons[k])
+        transport = connections.transports[k]
+        _WheelTransfer(files, node, transport, progress, stop, connections.connect_timeout).run()
+    if stop.is_set():
+        raise Stopped("stopped")
+    progress.note(k, f"installing {count(len(host.changes), 'package')} in {environment}")
+    assert host.lock is not None
+    uv = host.lock.uv if host.lock.uv in host.wheels else None
+    changed = {change.name for change in host.changes}
+    request = {
+        "op": "install",
+        "environment": environment,
+        "folder": folder,
+        "base": host.base,
+        "requirements": [wheel.pin for wheel in host.lock.wheels if wheel.name in changed],
+        "uv": host.state.uv,
+        "tool": uv.file if uv else "",
+        "pip": host.lock.pip.file,
+        "imports": [module for module, name in _MODULES.items() if name in host.lock.versions],
+    }
+    answer = agent.call("install", request, _INSTALL_TIMEOUT)
+    if answer["error"]:
+        raise SetupError(f"{label}: {answer['error']}")
+    return _Result(answer["seconds"], answer["tool"], answer["cuda"])
 
 
 def _left(plan: SetupPlan, failed: Sequence[NodeError]) -> int:
@@ -176,7 +287,7 @@ def _left(plan: SetupPlan, failed: Sequence[NodeError]) -> int:
 def _conclude(
     plan: SetupPlan,
     failed: Sequence[NodeError],
-    results: Mapping[int, Result],
+    results: Mapping[int, _Result],
     problems: Mapping[int, Exception],
     options: SetupOptions,
 ) -> int:

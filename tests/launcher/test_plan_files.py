@@ -17,9 +17,9 @@ from launcher.config.schema import DataConfig, NodeConfig, RunConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.plan.files import code_digest, code_files
+from launcher.plan.own_script import imported_modules
 from launcher.plan.partition import read_partition_files
 from launcher.plan.render import print_plan
-from launcher.plan.script_imports import imported_modules
 from plan_kit import cluster, facts_of, parts_folder, plan_of
 from trainer.core.train_config import Start, TrainConfig
 

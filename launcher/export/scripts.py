@@ -132,10 +132,24 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
             "beside it, or --set run.encrypt=off"
         )
     values = {**_run_values(request, plan, output, slurm), **_node_values(config, plan, hosts, kind)}
-    job, notes = _job_values(request, plan, sbatch) if slurm else ({"sbatch": []}, [])
+    job, of_job = _job_values(request, plan, sbatch) if slurm else ({"sbatch": []}, [])
     template = _environment().get_template("node.sh.j2")
     key = json.dumps(new_key_pair()) if plan.encrypted else ""
-    notes = [*_notes(config, plan), *notes]
+
+    notes = ["every node needs the key file, too; keep it private"] if plan.encrypted else []
+    pythons = [(interpreter(config, k), node.wrap) for k, node in enumerate(config.nodes)]
+    different = [k for k, python in enumerate(pythons) if python != pythons[0]]
+    if different:
+        notes.append(f"node{different[0]} uses another Python or setup than node0: change the script on that node")
+    if any(str(device).startswith("MIG") for node in config.nodes for device in node.devices):
+        notes.append("a process sees one MIG instance only: set CUDA_VISIBLE_DEVICES for each rank in the script")
+    if plan.own_command and config.train.track:
+        notes.append("train.track is left out: for your own command, trackers need gnnfleet's supervisors")
+    if plan.own_command:
+        notes.append("your script and run.files are not copied: the script runs in the folder of the exported file")
+    if plan.train is not None and ":" in plan.train.model:
+        notes.append("the file of the model class and run.files are not copied: every node needs them beside this file")
+    notes += of_job
     if left_out:
         notes.append(f"credentials are left out ({', '.join(left_out)}); set them in the environment of the script")
     if (store := config.data.store) is not None:
@@ -368,20 +382,3 @@ def _quoted(word: str) -> str:
     for mark, shell in _SHELL.items():
         text = text.replace(mark, shell)
     return f'"{text}"'
-
-
-def _notes(config: ResolvedConfig, plan: LaunchPlan) -> tuple[str, ...]:
-    notes = ["every node needs the key file, too; keep it private"] if plan.encrypted else []
-    pythons = [(interpreter(config, k), node.wrap) for k, node in enumerate(config.nodes)]
-    different = [k for k, python in enumerate(pythons) if python != pythons[0]]
-    if different:
-        notes.append(f"node{different[0]} uses another Python or setup than node0: change the script on that node")
-    if any(str(device).startswith("MIG") for node in config.nodes for device in node.devices):
-        notes.append("a process sees one MIG instance only: set CUDA_VISIBLE_DEVICES for each rank in the script")
-    if plan.own_command and config.train.track:
-        notes.append("train.track is left out: for your own command, trackers need gnnfleet's supervisors")
-    if plan.own_command:
-        notes.append("your script and run.files are not copied: the script runs in the folder of the exported file")
-    if plan.train is not None and ":" in plan.train.model:
-        notes.append("the file of the model class and run.files are not copied: every node needs them beside this file")
-    return tuple(notes)

@@ -53,7 +53,18 @@ def machine_findings(survey: Survey, k: int) -> Iterator[Finding]:
     if error := probe["lease_error"]:
         message = f"leases of devices and ports cannot be checked: {error}"
         yield survey.finding(k, "warn", "leases", message, "the run starts anyway")
-    yield from _shared_cpus(survey, k)
+
+    # Another run uses the CPUs on which this node would train or serve.
+    leases = probe["leases"] if not config.nodes[k].devices else ()
+    on_gpus = {lease["run_id"] for lease in leases if any(need.startswith("cuda:") for need in lease["needs"])}
+    others = {lease["run_id"]: lease["words"] for lease in leases if lease["run_id"] not in on_gpus}
+    waited_for = {lease["run_id"] for lease in leases if "cpu" in lease["needs"]}
+    for run_id, words in others.items():
+        held_by = run_id if run_id in waited_for else ""  # not lasting graph servers
+        wait = "wait for that run by --wait" if held_by else "wait for that run"
+        remedy = f"both runs get slower: {wait}, or stop it by `gnnfleet stop {run_id}`"
+        yield survey.finding(k, "warn", "other runs", f"its CPUs are {words}", remedy, held_by=held_by)
+
     for run in probe["leftovers"]:
         pids: list[Any] = run["pids"]
         what = "a process" if len(pids) == 1 else f"{len(pids)} processes"
@@ -110,21 +121,6 @@ def _ports_finding(survey: Survey, k: int, check: str, candidates: tuple[int, ..
     ports = str(candidates[0]) if len(candidates) == 1 else f"{candidates[0]}–{candidates[-1]}"
     remedy = f"end that process, or set `{setting}` to another port"
     return survey.finding(k, "block", check, f"port {ports} is {busy[str(candidates[0])]}", remedy)
-
-
-def _shared_cpus(survey: Survey, k: int) -> Iterator[Finding]:
-    """Yield a warning if another run uses the CPUs on which this node would train or serve."""
-    if survey.config.nodes[k].devices:
-        return
-    leases = survey.probes[k]["leases"]
-    on_gpus = {lease["run_id"] for lease in leases if any(need.startswith("cuda:") for need in lease["needs"])}
-    others = {lease["run_id"]: lease["words"] for lease in leases if lease["run_id"] not in on_gpus}
-    waited_for = {lease["run_id"] for lease in leases if "cpu" in lease["needs"]}
-    for run_id, words in others.items():
-        held_by = run_id if run_id in waited_for else ""  # not lasting graph servers
-        wait = "wait for that run by --wait" if held_by else "wait for that run"
-        remedy = f"both runs get slower: {wait}, or stop it by `gnnfleet stop {run_id}`"
-        yield survey.finding(k, "warn", "other runs", f"its CPUs are {words}", remedy, held_by=held_by)
 
 
 def same_machine(survey: Survey) -> Iterator[Finding]:

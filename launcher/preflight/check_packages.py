@@ -134,7 +134,21 @@ def package_findings(survey: Survey) -> Iterator[Finding]:
         for k, difference in differences(rule, {k: _version(survey, k, rule) for k in scope}).items():
             odd[k].append(difference)
     for k in sorted(survey.probes):
-        found = [*_python(survey, k, odd[k]), *_packages(survey, k, odd[k])]
+        version = survey.version(k, "python")
+        check, remedy = "python", "set `python`, `venv` or `conda` of this node to Python"
+        if survey.config.nodes[k].wrap:
+            check, remedy = "container", "take an image, or set `python` to an interpreter inside, with Python"
+        found: list[Finding] = []
+        if tuple(map(int, version.split(".")[:2])) < OLDEST_PYTHON:
+            message = f"python {version} is too old ({survey.python(k)})"
+            remedy += f" {'.'.join(map(str, OLDEST_PYTHON))} or newer"
+            found.append(survey.finding(k, "block", check, message, remedy))
+        else:
+            for one in odd[k]:
+                if one.name == "python" and one.blocks:
+                    message = f"python {one.found}, but {one.usual} on {survey.labels(one.others)}"
+                    found.append(survey.finding(k, "block", check, message, f"{remedy} {leading(one.usual, 2)}"))
+        found += _packages(survey, k, odd[k])
         yield from found
         if not found:
             shown = [f"{name} {leading(survey.version(k, name), 2)}" for name in _SHOWN if survey.version(k, name)]
@@ -150,22 +164,6 @@ def _version(survey: Survey, k: int, rule: Rule) -> str:
         cuda = survey.version(k, "cuda")
         return (f"cu{cuda}" if cuda else "cpu") if survey.version(k, "torch") else ""
     return survey.version(k, rule.name)
-
-
-def _python(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
-    version = survey.version(k, "python")
-    check, remedy = "python", "set `python`, `venv` or `conda` of this node to Python"
-    if survey.config.nodes[k].wrap:
-        check, remedy = "container", "take an image, or set `python` to an interpreter inside, with Python"
-    if tuple(map(int, version.split(".")[:2])) < OLDEST_PYTHON:
-        oldest = ".".join(map(str, OLDEST_PYTHON))
-        message = f"python {version} is too old ({survey.python(k)})"
-        yield survey.finding(k, "block", check, message, f"{remedy} {oldest} or newer")
-        return
-    for one in odd:
-        if one.name == "python" and one.blocks:
-            message = f"python {one.found}, but {one.usual} on {survey.labels(one.others)}"
-            yield survey.finding(k, "block", check, message, f"{remedy} {leading(one.usual, 2)}")
 
 
 def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:

@@ -76,11 +76,27 @@ _SHM_PER_PROCESS = 64 << 20  # bytes; NCCL's buffers between two processes on on
 
 
 def storage_findings(survey: Survey, k: int) -> Iterator[Finding]:
-    for check in (_workdir, _disk, _memory):
-        yield from check(survey, k)
     node, probe, data = survey.config.nodes[k], survey.probes[k], survey.config.data
-    if error := probe["tmp"]["error"]:
-        message = f"cannot write in /tmp, which tmux and leases need: {error}"
+    error, base = probe["workdir_error"], probe["workdir_base"]
+    remedies = {
+        "disk quota exceeded": "make room in the quota, or set `workdir` to another disk",
+        "no space left on device": "make room, or set `workdir` to another disk",
+        "read-only file system": "set `workdir` to a disk that can be written",
+    }
+    if error:
+        message = f"workdir {probe['workdir']}: cannot write in {base}: {error}"
+        remedy = remedies.get(error, "set `workdir`, or change the folder's owner or mode")
+        yield survey.finding(k, "block", "workdir", message, remedy)
+    elif probe["noexec"] and survey.own_command:
+        message = f"{base} is mounted noexec: python can run scripts there, but executables cannot be started"
+        remedy = "set `workdir` to another disk if your command starts an executable from it"
+        yield survey.finding(k, "warn", "workdir", message, remedy)
+    else:
+        yield survey.finding(k, "ok", "workdir", "work folder can be written")
+    yield from _disk(survey, k)
+    yield from _memory(survey, k)
+    if full := probe["tmp"]["error"]:
+        message = f"cannot write in /tmp, which tmux and leases need: {full}"
         yield survey.finding(k, "block", "tmp", message, "make room in /tmp, or `sudo chmod 1777 /tmp`")
 
     # NCCL uses /dev/shm between processes on one machine; Docker's default is 64 MB.
@@ -102,26 +118,6 @@ def storage_findings(survey: Survey, k: int) -> Iterator[Finding]:
     if survey.code_digest:
         state = "is on the host" if probe["code"] else "will be sent at launch"
         yield survey.finding(k, "ok", "code", f"gnnfleet's code {survey.code_digest[:8]} {state}")
-
-
-def _workdir(survey: Survey, k: int) -> Iterator[Finding]:
-    probe = survey.probes[k]
-    error, base = probe["workdir_error"], probe["workdir_base"]
-    remedies = {
-        "disk quota exceeded": "make room in the quota, or set `workdir` to another disk",
-        "no space left on device": "make room, or set `workdir` to another disk",
-        "read-only file system": "set `workdir` to a disk that can be written",
-    }
-    if error:
-        message = f"workdir {probe['workdir']}: cannot write in {base}: {error}"
-        remedy = remedies.get(error, "set `workdir`, or change the folder's owner or mode")
-        yield survey.finding(k, "block", "workdir", message, remedy)
-    elif probe["noexec"] and survey.own_command:
-        message = f"{base} is mounted noexec: python can run scripts there, but executables cannot be started"
-        remedy = "set `workdir` to another disk if your command starts an executable from it"
-        yield survey.finding(k, "warn", "workdir", message, remedy)
-    else:
-        yield survey.finding(k, "ok", "workdir", "work folder can be written")
 
 
 def _disk(survey: Survey, k: int) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ import re
 import secrets
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -271,9 +271,13 @@ class ConnectivityTest:
 
         def connect(k: int) -> list[BlockedRoute]:
             near = endpoints if some is None else [one for target in sorted(some[k]) for one in of_node[target]]
-            targets = _targets(one for one in near if self.routes.must_reach(k, one.node_rank, one.use))
+            ports: dict[tuple[int, str], list[int]] = defaultdict(list)
+            for one in near:
+                if self.routes.must_reach(k, one.node_rank, one.use):
+                    ports[one.node_rank, one.address].append(one.port)
+            targets = [(rank, address, numbers) for (rank, address), numbers in ports.items()]
             request = {"op": "connect", "token": self.token, "rank": k, "targets": targets, "seconds": _SECONDS}
-            windows = 1 + sum(len(ports) for _, _, ports in targets) // 256
+            windows = 1 + sum(map(len, ports.values())) // 256
             reply = self.agents[k].call("network", request, _OPEN_TIMEOUT + windows * _SECONDS)
             return [BlockedRoute(k, by_address[rank, addr, port], why) for rank, addr, port, why in reply["blocked"]]
 
@@ -281,11 +285,3 @@ class ConnectivityTest:
         answers = on_nodes(sources, connect, timeout=_OPEN_TIMEOUT + (1 + len(endpoints) // 256) * _SECONDS)
         self.errors |= answers.errors
         return [one for k in sorted(answers.values) for one in answers.values[k]]
-
-
-def _targets(endpoints: Iterable[_Endpoint]) -> list[tuple[int, str, list[int]]]:
-    """Group endpoints into (node_rank, address, ports), the form of a request to ``node/programs/network.py``."""
-    found: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for one in endpoints:
-        found[one.node_rank, one.address].append(one.port)
-    return [(rank, address, ports) for (rank, address), ports in found.items()]

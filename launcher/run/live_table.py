@@ -287,16 +287,36 @@ def render(board: Board, width: int, height: int, now: float, question: Sequence
     below = [line for text in below for line in between_words(text, width)]
     below += [line for text in question for line in between_words(Text(text, "bold"), width)]
     room = max(1, height - 1 - len(head) - len(below))
-    rows, rest = _rows(board, now, room)
+
+    # A row for each rank if they fit, else for each node, else for the nodes that need most attention.
+    nodes = sorted(board.nodes.values(), key=lambda node: (board.severity(node.node_rank, now), node.node_rank))
+    by_rank = sum(max(1, len(node.ranks)) for node in nodes) <= room
+    shown, rest = (nodes, []) if by_rank or len(nodes) <= room else (nodes[: room - 1], nodes[room - 1 :])
+    rows: list[Row] = []
+    for node in shown if rest else sorted(nodes, key=lambda node: node.node_rank):
+        ranks = [board.ranks[rank] for rank in node.ranks]
+        severity, age = board.severity(node.node_rank, now), node.age(now)
+        for i, group in enumerate([[row] for row in ranks] if by_rank and ranks else [ranks]):
+            name = ("", "") if i else (f"node{node.node_rank}", node.host)
+            epoch, step, *steps = step_cells(group, board.epochs)
+            widest = max((2 * len(str(row.steps)) + 1 for row in group if row.step is not None), default=0)
+            about = (spans([row.rank for row in group]), _state(node, group, age), epoch, step.rjust(widest), *steps)
+            rows.append((severity, (*name, *about, "" if age is None else f"{age:.0f} s")))
     columns, cells_of = valued(_COLUMNS, [cells for _, cells in rows])
     printed = [[column.title for column in columns], *cells_of]
     widths = [max(map(len, cells)) for cells in zip(*printed, strict=True)]
-    shown = fitting(columns, widths, width)
+    fits = fitting(columns, widths, width)
     table = []
     for cells, style in zip(printed, ["dim", *(_STYLES[severity] for severity, _ in rows)], strict=True):
-        padded = (cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i]) for i in shown)
+        padded = (cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i]) for i in fits)
         table.append(Text((" " * GAP).join(padded).rstrip(), style))
-    table += [Text(rest, "dim")] if rest else []
+    if rest:
+        states = sorted({node.state for node in rest})
+        unshown = [board.ranks[rank] for node in rest for rank in node.ranks if board.ranks[rank].step is not None]
+        slowest = min(unshown, key=lambda row: row.place, default=None)
+        where = f", {board.at(slowest)} or further" if slowest else ""
+        table.append(Text(f"… {len(rest)} more nodes: {', '.join(states)}{where}", "dim"))
+
     lines = [*head, *table, *below]
     for line in lines:
         line.no_wrap, line.overflow = True, "ellipsis"
@@ -323,33 +343,6 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _rows(board: Board, now: float, room: int) -> tuple[list[Row], str]:
-    """Return at most ``room`` table rows, and a text about the nodes without a row.
-
-    A row for each rank if they fit, else for each node, else for the nodes that need most attention.
-    """
-    nodes = sorted(board.nodes.values(), key=lambda node: (board.severity(node.node_rank, now), node.node_rank))
-    by_rank = sum(max(1, len(node.ranks)) for node in nodes) <= room
-    shown, rest = (nodes, []) if by_rank or len(nodes) <= room else (nodes[: room - 1], nodes[room - 1 :])
-    rows = []
-    for node in shown if rest else sorted(nodes, key=lambda node: node.node_rank):
-        ranks = [board.ranks[rank] for rank in node.ranks]
-        severity, age = board.severity(node.node_rank, now), node.age(now)
-        for i, group in enumerate([[row] for row in ranks] if by_rank and ranks else [ranks]):
-            name = ("", "") if i else (f"node{node.node_rank}", node.host)
-            epoch, step, *steps = step_cells(group, board.epochs)
-            widest = max((2 * len(str(row.steps)) + 1 for row in group if row.step is not None), default=0)
-            about = (spans([row.rank for row in group]), _state(node, group, age), epoch, step.rjust(widest), *steps)
-            rows.append((severity, (*name, *about, "" if age is None else f"{age:.0f} s")))
-    if not rest:
-        return rows, ""
-    states = sorted({node.state for node in rest})
-    unshown = [board.ranks[rank] for node in rest for rank in node.ranks if board.ranks[rank].step is not None]
-    slowest = min(unshown, key=lambda row: row.place, default=None)
-    where = f", {board.at(slowest)} or further" if slowest else ""
-    return rows, f"… {len(rest)} more nodes: {', '.join(states)}{where}"
 
 
 def step_cells(rows: Sequence[RankRow], epochs: int | None = None) -> tuple[str, ...]:

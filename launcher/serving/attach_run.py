@@ -66,19 +66,6 @@ def _attachment(
     On exit the key is revoked, unless the run continues detached. Raises UsageError or FleetError if the cluster does
     not exist or no server is running.
     """
-    attached = _attach(name, config, config_path, run_id, console)
-    try:
-        yield attached
-    except OutOfReach:
-        attached.run_continues = True
-        raise
-    finally:
-        if attached.key and not attached.run_continues:
-            for note in detach(name, config, config_path, run_id):
-                _say(console, f"note: {note}")
-
-
-def _attach(name: str, config: ClusterConfig, config_path: Path, run_id: str, console: Console) -> Attachment:
     with open_serving(name, config, config_path) as run:
         states = server_states(run, (*FILES, "service.key", "run.json"))
         cluster = newest_description(states, name)
@@ -112,7 +99,16 @@ def _attach(name: str, config: ClusterConfig, config_path: Path, run_id: str, co
     for note in notes:
         _say(console, f"note: {note}")
     serving = ServingCluster(cluster.name, cluster.num_parts, cluster.servers, server is not None)
-    return Attachment(serving, key, partial(_check_routes, serving))
+    attached = Attachment(serving, key, partial(_check_routes, serving))
+    try:
+        yield attached
+    except OutOfReach:
+        attached.run_continues = True
+        raise
+    finally:
+        if attached.key and not attached.run_continues:
+            for note in detach(name, config, config_path, run_id):
+                _say(console, f"note: {note}")
 
 
 def detach(name: str, config: ClusterConfig, config_path: Path, run_id: str) -> list[str]:

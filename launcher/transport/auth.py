@@ -182,11 +182,17 @@ class SshLogin(AuthStrategy):
             if key:
                 loaded.append((key, path))
                 signers.setdefault(public, key)
-        certificates = [
-            (_certified(signers[_plain(blob)], path), path)
-            for path in (*self.host.certificate_files, *(f"{path}-cert.pub" for path in self.files))
-            if (blob := _public_blob(path)) and _plain(blob) in signers
-        ]
+        certificates: list[tuple[paramiko.PKey, str]] = []
+        for path in (*self.host.certificate_files, *(f"{path}-cert.pub" for path in self.files)):
+            blob = _public_blob(path)
+            if blob and _plain(blob) in signers:
+                signer = signers[_plain(blob)]
+                if isinstance(signer, AgentKey):
+                    copied: paramiko.PKey = AgentKey(signer.agent, signer.blob, signer.comment)
+                else:
+                    copied = copy.copy(signer)
+                copied.load_certificate(path)
+                certificates.append((copied, path))
         others = [
             (key, _agent_label(key))
             for key in self._agent_keys
@@ -234,12 +240,6 @@ class Agent(AgentSSH):
 
 def _agent_label(key: AgentKey) -> str:
     return f"the ssh-agent's {key.comment or key.name}"
-
-
-def _certified(key: paramiko.PKey, path: str) -> paramiko.PKey:
-    copied = AgentKey(key.agent, key.blob, key.comment) if isinstance(key, AgentKey) else copy.copy(key)
-    copied.load_certificate(path)
-    return copied
 
 
 def _public_blob(path: str) -> bytes | None:

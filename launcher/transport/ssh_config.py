@@ -192,7 +192,13 @@ def _resolved(name: str, user: str | None, port: int | None) -> SshHost:
         entry = _entries.setdefault((config, stamp, key, user, port), _Entry())
     with entry.lock:
         if entry.options is None or time.monotonic() - entry.when > _VALID:
-            entry.options = _by_openssh(name, user, port) if ssh_program() else _by_paramiko(name)
+            if ssh_program():
+                entry.options = _by_openssh(name, user, port)
+            else:
+                text = "\n".join([*config_lines(), "Host *", *config_lines(_SYSTEM_CONFIG)])
+                found = paramiko.SSHConfig.from_text(text).lookup(name)
+                given = {key: [value] if isinstance(value, str) else value for key, value in found.items() if value}
+                entry.options = {**_DEFAULTS, **given}
             entry.when = time.monotonic()
     return _ssh_host(name, user, port, {**entry.options, "hostname": [host]} if host else entry.options)
 
@@ -251,12 +257,6 @@ def _by_openssh(name: str, user: str | None, port: int | None) -> Options:
         keyword, _, value = line.partition(" ")
         options.setdefault(keyword.lower(), []).append(value)
     return options
-
-
-def _by_paramiko(name: str) -> Options:
-    text = "\n".join([*config_lines(), "Host *", *config_lines(_SYSTEM_CONFIG)])
-    found = paramiko.SSHConfig.from_text(text).lookup(name)
-    return {**_DEFAULTS, **{key: [value] if isinstance(value, str) else value for key, value in found.items() if value}}
 
 
 def _ssh_host(name: str, user: str | None, port: int | None, options: Options) -> SshHost:

@@ -110,8 +110,32 @@ def check(config: ClusterConfig, reader: Reader) -> None:
         )
     _data(config, reader)
     _training(config, reader)
-    _ports(config, reader)
     run, training = config.run, sum(node.trains for node in config.nodes)
+
+    # Ports.
+    good = reader.good(("run", "master_port"), ("run", "service_port"), ("run", "control_port"))
+    if good and run.service_port != "auto":
+        last = run.service_port + len(config.nodes) - 1
+        if last > 65535:
+            reader.report(
+                ("run", "service_port"),
+                f"run.service_port: {len(config.nodes)} nodes need ports {run.service_port} to {last}, "
+                "but 65535 is the highest",
+            )
+        for name in ("master_port", "control_port"):
+            port = getattr(config.run, name)
+            if port != "auto" and run.service_port <= port <= last:
+                reader.report(
+                    ("run", name),
+                    f"run.{name}: {port} is one of the graph service's ports, {run.service_port} to {last} "
+                    "(run.service_port)",
+                )
+    if good and run.control_port != "auto" and run.control_port == run.master_port:
+        reader.report(
+            ("run", "control_port"), f"run.control_port: {run.control_port} is also run.master_port; choose another"
+        )
+
+    # Restarts, and whom to tell.
     if (
         run.restarts
         and config.nodes
@@ -333,32 +357,6 @@ def _serving(config: ClusterConfig, reader: Reader) -> None:
                 f"data.{name}: the parts are those of the serving cluster `{config.data.serving}` (data.serving); "
                 f"leave {name} out",
             )
-
-
-def _ports(config: ClusterConfig, reader: Reader) -> None:
-    run, count = config.run, len(config.nodes)
-    if not reader.good(("run", "master_port"), ("run", "service_port"), ("run", "control_port")):
-        return
-    if run.service_port != "auto":
-        last = run.service_port + count - 1
-        if last > 65535:
-            reader.report(
-                ("run", "service_port"),
-                f"run.service_port: {len(config.nodes)} nodes need ports {run.service_port} to {last}, "
-                "but 65535 is the highest",
-            )
-        for name in ("master_port", "control_port"):
-            port = getattr(config.run, name)
-            if port != "auto" and run.service_port <= port <= last:
-                reader.report(
-                    ("run", name),
-                    f"run.{name}: {port} is one of the graph service's ports, {run.service_port} to {last} "
-                    "(run.service_port)",
-                )
-    if run.control_port != "auto" and run.control_port == run.master_port:
-        reader.report(
-            ("run", "control_port"), f"run.control_port: {run.control_port} is also run.master_port; choose another"
-        )
 
 
 def misspelt_dataset(name: str) -> str:

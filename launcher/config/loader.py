@@ -228,7 +228,26 @@ def overridden(path: Path, overrides: Sequence[Override], foreign: Foreign | Non
     from launcher.config.importers.detect import read_foreign
 
     foreign = foreign or read_foreign(path)
-    tree = foreign.tree if foreign else _read_file(path, report)
+    if foreign:
+        tree = foreign.tree
+    else:
+        try:
+            text = read_text(path, MOST_BYTES)
+        except ValueError as error:
+            raise ConfigError([Problem(str(path), 1, str(error))]) from None
+        except OSError as error:
+            raise ConfigError([Problem(str(path), 0, f"cannot be read: {error.strerror}")]) from None
+        found: list[Problem] = []
+        whole = read_tree(text, str(path), path.absolute().parent, found.append)
+        if whole is None or isinstance(whole, Scalar) and whole.empty:
+            raise ConfigError(found or [Problem(str(path), 1, "the file is empty; start from templates/cluster.yml")])
+        if not isinstance(whole, Section):
+            text = "expected keys such as `nodes:` and `data:`, or one host per line, as `gnn1` or `gnn1 slots=8`"
+            raise ConfigError([Problem(str(path), whole.origin.line, text)])
+        for problem in found:
+            report(problem)
+        tree = Section(Origin(str(path), 1, whole.origin.folder), whole.items, whole.keys)
+
     first = []  # those that can change which nodes the config has
     for override in overrides:
         key = split_override(override)[0]
@@ -277,26 +296,6 @@ def _folded(problems: Sequence[Problem]) -> Iterator[Problem]:
     for first, *others in groups:
         more = f" (also {fold(nodes[one] for one in others)})" if others and nodes[others[0]] else ""
         yield replace(first, message=first.message + more)
-
-
-def _read_file(path: Path, report: Report) -> Section:
-    """Return the top-level mapping of a YAML file. Raises ConfigError if it is unreadable, empty or no mapping."""
-    try:
-        text = read_text(path, MOST_BYTES)
-    except ValueError as error:
-        raise ConfigError([Problem(str(path), 1, str(error))]) from None
-    except OSError as error:
-        raise ConfigError([Problem(str(path), 0, f"cannot be read: {error.strerror}")]) from None
-    found: list[Problem] = []
-    tree = read_tree(text, str(path), path.absolute().parent, found.append)
-    if tree is None or isinstance(tree, Scalar) and tree.empty:
-        raise ConfigError(found or [Problem(str(path), 1, "the file is empty; start from templates/cluster.yml")])
-    if not isinstance(tree, Section):
-        text = "expected keys such as `nodes:` and `data:`, or one host per line, as `gnn1` or `gnn1 slots=8`"
-        raise ConfigError([Problem(str(path), tree.origin.line, text)])
-    for problem in found:
-        report(problem)
-    return Section(Origin(str(path), 1, tree.origin.folder), tree.items, tree.keys)
 
 
 def _plain(value: Any) -> Any:

@@ -91,10 +91,23 @@ def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> in
         errors: dict[int, Exception] = dict(answers.errors)
         wanted = {k: chosen(items, options) for k, items in answers.values.items()}
         for k in sorted(answers.values):
-            _show(config.nodes[k].login, answers.values[k], wanted[k], console)
-        whole = sum(item.bytes for items in wanted.values() for item in items)
+            whole = decimal(sum(item.bytes for item in wanted[k]))
+            console.print(f"{config.nodes[k].login}: {whole} to delete", style="bold", highlight=False)
+            for item in wanted[k]:
+                unit = next((name for name in "wdhm" if item.age >= 2 * UNITS[name]), "m")
+                age = f"{int(item.age // UNITS[unit])} {unit}"
+                words = f"  {item.kind:8} {decimal(item.bytes):>10}  {age:>8}  {item.path}"
+                console.print(words, soft_wrap=True, markup=False, highlight=False)
+            used = [item for item in answers.values[k] if item.used]
+            stays = [item for item in answers.values[k] if item not in wanted[k] and not item.used]
+            for text, some in (("in use", used), ("newer or kept", stays)):
+                if some:
+                    size = decimal(sum(item.bytes for item in some))
+                    words = f"  {count(len(some), 'folder')} of {size} stay: {text}"
+                    console.print(words, style="dim", highlight=False)
+        whole = decimal(sum(item.bytes for items in wanted.values() for item in items))
         number = sum(map(len, wanted.values()))
-        question = f"Delete {count(number, 'folder')}, {decimal(whole)}?"
+        question = f"Delete {count(number, 'folder')}, {whole}?"
         if number and not options.dry_run and (not options.ask or click.confirm(question, default=False)):
             done = on_nodes([k for k in wanted if wanted[k]], delete)
             errors |= done.errors
@@ -104,7 +117,7 @@ def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> in
                 for path, why in kept.items():
                     errors.setdefault(k, FleetError(f"{path} stays: {why}"))
         elif number:
-            console.print(f"nothing was deleted; {count(number, 'folder')} of {decimal(whole)} can be", highlight=False)
+            console.print(f"nothing was deleted; {count(number, 'folder')} of {whole} can be", highlight=False)
         else:
             console.print("nothing to delete", highlight=False)
         for k, error in sorted(errors.items()):
@@ -113,18 +126,3 @@ def clean(config: ResolvedConfig, options: CleanOptions, console: Console) -> in
         return 1 if errors else 0
     finally:
         close_all(connections)
-
-
-def _show(login: str, items: Sequence[Item], wanted: Sequence[Item], console: Console) -> None:
-    console.print(f"{login}: {decimal(sum(item.bytes for item in wanted))} to delete", style="bold", highlight=False)
-    for item in wanted:
-        unit = next((name for name in "wdhm" if item.age >= 2 * UNITS[name]), "m")
-        age = f"{int(item.age // UNITS[unit])} {unit}"
-        words = f"  {item.kind:8} {decimal(item.bytes):>10}  {age:>8}  {item.path}"
-        console.print(words, soft_wrap=True, markup=False, highlight=False)
-    used = [item for item in items if item.used]
-    stays = [item for item in items if item not in wanted and not item.used]
-    for text, some in (("in use", used), ("newer or kept", stays)):
-        if some:
-            words = f"  {count(len(some), 'folder')} of {decimal(sum(item.bytes for item in some))} stay: {text}"
-            console.print(words, style="dim", highlight=False)

@@ -172,11 +172,11 @@ def _lines_here(folder: Path, node_rank: int, wanted: LogFilter) -> list[Iterato
     result = record_in(RESULT, str(folder / "result.json")) or {}
     offset = float(result.get("clock_offset") or 0.0)
     files = sorted({file for pattern in wanted.patterns for file in folder.glob(pattern.removeprefix("logs/"))})
-    sources = []
+    sources: list[Iterator[LogLine]] = []
     for file in filter(Path.is_file, files):  # opening a pipe would block
         lines = log_lines(file.read_text("utf-8", "replace").split("\n")[:-1], node_rank, file.name, offset)
         sources.append(line for line in lines if wanted.since is None or line.when >= wanted.since)
-    return list(sources)
+    return sources
 
 
 def since_when(text: str, now: float | None = None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -153,8 +153,22 @@ def rendered(status: Status) -> Group:
         Text(verdict.sentence, "bold yellow" if verdict.alarm else _STYLES.get(verdict.state, "bold"))
     ]
     if status.views:
+        rows: list[tuple[Cell, ...]] = []
         ranks = status.ranks
-        rows = [row for k, view in status.views.items() for row in _rows(view, ranks[k])]
+        for k, view in status.views.items():
+            state = Text(view.word, _NODE_STYLES.get(view.word, ""))
+            age = view.heartbeat_age
+            beat = f"{age:.1f} s ago" if age is not None else "–"
+            for i, rank in enumerate(ranks[k] or [None]):
+                last = view.ranks.get(str(rank), {})
+                row = RankRow(rank or 0, k, ended="done" if last.get("ended") else "")
+                if place := place_of(last):
+                    row.update(last)
+                    # evaluation counts on beyond ``steps``
+                    row.epoch, row.step = place[0], min(place[1], last["steps"] - 1)
+                cells = (cell or "–" for cell in step_cells([row]))
+                name = "–" if rank is None else str(rank)
+                rows.append(("" if i else view.node.label, name, state, *cells, "" if i else beat))
         parts.append(FittedTable(_COLUMNS, rows))
     parts += [Text(f"note: {note}", "yellow") for note in verdict.notes]
     parts += [Text(f"finding: {text}", "yellow") for text in (*_findings(status), *status.faults)]
@@ -162,21 +176,6 @@ def rendered(status: Status) -> Group:
     if status.found.folder:
         parts.append(Text(f"run folder: {status.found.folder}", "dim"))
     return Group(*parts)
-
-
-def _rows(view: NodeView, ranks: Sequence[int]) -> Iterator[tuple[Cell, ...]]:
-    state = Text(view.word, _NODE_STYLES.get(view.word, ""))
-    age = view.heartbeat_age
-    beat = f"{age:.1f} s ago" if age is not None else "–"
-    for i, rank in enumerate(ranks or [None]):
-        last = view.ranks.get(str(rank), {})
-        row = RankRow(rank or 0, view.node.node_rank, ended="done" if last.get("ended") else "")
-        if place := place_of(last):
-            row.update(last)
-            row.epoch, row.step = place[0], min(place[1], last["steps"] - 1)  # evaluation counts on beyond ``steps``
-        cells = (cell or "–" for cell in step_cells([row]))
-        name = "–" if rank is None else str(rank)
-        yield ("" if i else view.node.label, name, state, *cells, "" if i else beat)
 
 
 def _findings(status: Status) -> list[str]:

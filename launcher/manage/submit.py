@@ -59,43 +59,6 @@ def in_queue(config: ClusterConfig) -> bool:
     return config.in_job_steps and config.slurm_job is None
 
 
-def _submit_run(config: ClusterConfig, options: LaunchOptions, console: Console) -> SubmittedRun:
-    """Check the config, write the batch script into a new run folder, and submit it.
-
-    Raises ConfigError, UsageError for mistakes that can be found without the nodes, and FleetError if sbatch refuses.
-    """
-    resolved = resolve_run(config)
-    run_id = choose_run_id(config, options.run_id)
-    plan = offline_plan(resolved, run_id, options.own_command, to_train=True)
-    folder = run_folder(config, run_id).absolute()
-    script = script_of(config, options, run_id)
-    try:
-        write_whole(folder / CONFIG, to_yaml(config), private=True)
-        write_whole(folder / SCRIPT, script)
-        try:
-            job = submit(folder / SCRIPT)
-        except FleetError:
-            for name in (CONFIG, SCRIPT):
-                (folder / name).unlink()
-            with suppress(OSError):  # it has files of an earlier launch
-                folder.rmdir()
-            raise
-        file = options.launch_file(run_id, config.name, job=job, stage="queue")
-        if not (folder / "launch.json").exists():  # the job may have begun already
-            file.write(folder)
-    except OSError as error:
-        raise UsageError(
-            f"the run folder cannot be created: {error.filename or folder}: {error.strerror}; "
-            "choose another folder with --runs-dir (or `run.runs_dir`)"
-        ) from None
-    if why := register(run_id, folder):
-        console.print(Text(why, "yellow"), soft_wrap=True)
-    nodes = count(len(plan.nodes), "node")
-    text = f"submitted job {job}: run {run_id} on {nodes}; its output goes to {folder / LOG}"
-    console.print(Text(text), soft_wrap=True)
-    return SubmittedRun(run_id, folder, job)
-
-
 def script_of(config: ClusterConfig, options: LaunchOptions, run_id: str) -> str:
     """Return the batch script that launches the run ``run_id``. Raises UsageError for an invalid option of sbatch."""
     folder = run_folder(config, run_id).absolute()
@@ -180,9 +143,42 @@ def _print_new(log: Path, at: int, console: Console) -> int:
 def submit_and_follow(config: ClusterConfig, options: LaunchOptions, console: Console) -> int:
     """Submit a run as a Slurm job and, unless ``options.detach``, follow it; returns the exit status.
 
-    Ctrl-C ends only the output; the job goes on.
+    Ctrl-C ends only the output; the job goes on. Raises ConfigError, UsageError for mistakes that can be found without
+    the nodes, and FleetError if sbatch refuses.
     """
-    run = _submit_run(config, options, console)
+    # Check the config, write the batch script into a new run folder, and submit it.
+    resolved = resolve_run(config)
+    run_id = choose_run_id(config, options.run_id)
+    plan = offline_plan(resolved, run_id, options.own_command, to_train=True)
+    folder = run_folder(config, run_id).absolute()
+    script = script_of(config, options, run_id)
+    try:
+        write_whole(folder / CONFIG, to_yaml(config), private=True)
+        write_whole(folder / SCRIPT, script)
+        try:
+            job = submit(folder / SCRIPT)
+        except FleetError:
+            for name in (CONFIG, SCRIPT):
+                (folder / name).unlink()
+            with suppress(OSError):  # it has files of an earlier launch
+                folder.rmdir()
+            raise
+        file = options.launch_file(run_id, config.name, job=job, stage="queue")
+        if not (folder / "launch.json").exists():  # the job may have begun already
+            file.write(folder)
+    except OSError as error:
+        raise UsageError(
+            f"the run folder cannot be created: {error.filename or folder}: {error.strerror}; "
+            "choose another folder with --runs-dir (or `run.runs_dir`)"
+        ) from None
+    if why := register(run_id, folder):
+        console.print(Text(why, "yellow"), soft_wrap=True)
+    nodes = count(len(plan.nodes), "node")
+    text = f"submitted job {job}: run {run_id} on {nodes}; its output goes to {folder / LOG}"
+    console.print(Text(text), soft_wrap=True)
+
+    # Follow it.
+    run = SubmittedRun(run_id, folder, job)
     result: Mapping[str, Any] = {"state": "detached", "exit_status": 0}
     try:
         if not options.detach:

@@ -104,7 +104,16 @@ class Curves:
                 self.evals.setdefault(str(line.get("split")), {})[epoch] = score
 
     def series(self) -> Series:
-        steps = [point for epoch in sorted(self.steps) for point in _mean_over_ranks(self.steps[epoch])]
+        # Each rank logs about one step per second, and ranks log different steps. For a smooth curve, consecutive
+        # points of different ranks are averaged.
+        steps: list[Point] = []
+        for _, by_rank in sorted(self.steps.items()):
+            groups: list[dict[int, Point]] = [{}]
+            for x, y, rank in sorted((x, y, rank) for rank, points in by_rank.items() for x, y in points):
+                if rank in groups[-1]:
+                    groups.append({})
+                groups[-1][rank] = (x, y)
+            steps += [_mean_point(list(group.values())) for group in groups if group]
         mean: dict[float, float] = {}
         for line in sorted(self.epochs, key=lambda line: int(line["rank"])):
             epoch, loss = number(line.get("epoch")), number(line.get("loss"))
@@ -118,20 +127,6 @@ class Curves:
             {rank: tuple(thinned(curve.points)) for rank, curve in sorted(self.speed.items())},
             tuple(sorted(self.epochs, key=lambda line: int(line["rank"]))),
         )
-
-
-def _mean_over_ranks(by_rank: Mapping[int, Sequence[Point]]) -> list[Point]:
-    """Merge the points of all ranks into one curve.
-
-    Each rank logs about one step per second, and ranks log different steps. For a smooth curve, consecutive points of
-    different ranks are averaged.
-    """
-    groups: list[dict[int, Point]] = [{}]
-    for x, y, rank in sorted((x, y, rank) for rank, points in by_rank.items() for x, y in points):
-        if rank in groups[-1]:
-            groups.append({})
-        groups[-1][rank] = (x, y)
-    return [_mean_point(list(group.values())) for group in groups if group]
 
 
 def _mean_point(points: Sequence[Point]) -> Point:

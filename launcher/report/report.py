@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -173,8 +173,22 @@ def print_report(report: RunReport, console: Console) -> None:
     elif report.state == "stopped":
         by = f" by {report.stopped_by}" if report.stopped_by else ""
         console.print(Text(f"\nStopped{by} after {report.seconds:.0f} s.", "bold yellow"), soft_wrap=True)
+    elif (first := report.first_failure) is None:
+        console.print()
+        console.print(Text("The run failed, and no process reported a cause; see the logs.", "bold red"))
     else:
-        _print_failure(report, console)
+        aftermath = aftermath_of(first, report.outcomes)
+        console.print()
+        console.print(Text(f"The run failed: {first.sentence}{aftermath.lead}", "bold red"), soft_wrap=True)
+        for line in first.last_lines:
+            console.print(Text(f"  {line}"), soft_wrap=True)
+        log = report.folder / first.log_name
+        if log.exists():
+            console.print(Text(f"log: {log}"), soft_wrap=True)
+        for line in aftermath.lines:
+            console.print(Text(line, "dim"), soft_wrap=True)
+        if more := hint([first.code]):
+            console.print(Text(more, "dim"))
     for finding in lasting_findings(report.findings):
         if not finding.get("stop"):  # a finding that ended the run is already printed as the failure
             console.print(Text(finding_words(finding), "yellow"), soft_wrap=True)
@@ -200,7 +214,25 @@ def _print_done(report: RunReport, console: Console) -> None:
     console.print(Text(done, "bold red" if nan else "bold green"), soft_wrap=True)
     epochs = [line for line in report.metrics.epochs() if line.get("rank") == 0]
     if epochs:
-        console.print(_epoch_table(epochs, report.metrics.of_kind("eval")))
+        on_val = [line for line in report.metrics.of_kind("eval") if line.get("split") == "val" and "epoch" in line]
+        val_metric = metric_of(on_val)
+        by_epoch = {line["epoch"]: val_metric.of(line) for line in on_val}
+        score_column = [f"val {val_metric.title}"] if on_val else []
+        table = Table("epoch", "seconds", "loss", *score_column, box=None, pad_edge=False)
+        for column in table.columns:
+            column.justify = "right"
+        rows = []
+        for line in epochs:
+            values = (line.get("loss"), by_epoch.get(line["epoch"]))
+            loss, score = ("–" if value is None else score_text(value) for value in values)
+            seconds = "–" if line.get("seconds") is None else f"{line['seconds']:.2f}"
+            rows.append((str(line["epoch"]), seconds, loss, score))
+        skipped = len(rows) - _EPOCHS_SHOWN
+        if skipped > 0:
+            rows[1 : skipped + 1] = [("…", "", "", "")]
+        for row in rows:
+            table.add_row(*row[: len(table.columns)])
+        console.print(table)
     elif steps := report.last_steps:
         last = max(steps, key=lambda line: (line["epoch"], line["step"]))
         at = f"epoch {last['epoch']}, step {last['step'] + 1}" + (f" of {last['steps']}" if "steps" in last else "")
@@ -243,8 +275,8 @@ def _print_done(report: RunReport, console: Console) -> None:
     lines = [f"output: {count(len(files), 'file')} in {top}"] if files else []
     lines += [f"  {path.relative_to(top)}  {decimal(path.stat().st_size)}" for path in files[:_SHOWN]]
     lines += [f"  and {len(files) - _SHOWN:,} more"] if len(files) > _SHOWN else []
-    for line in lines:
-        console.print(Text(line), soft_wrap=True)
+    for words in lines:
+        console.print(Text(words), soft_wrap=True)
 
 
 def _checkpoint_position(report: RunReport) -> str:
@@ -262,45 +294,3 @@ def _checkpoint_position(report: RunReport) -> str:
         return ""  # log.epoch saves after the last step
     advice = "; log.epoch, called after each epoch, saves its end" if report.state == "done" else ""
     return f"epoch {epochs + 1}, step {step}" + (f" of {of}" if of else "") + advice
-
-
-def _epoch_table(epochs: Sequence[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> Table:
-    on_val = [line for line in evals if line.get("split") == "val" and "epoch" in line]
-    metric = metric_of(on_val)
-    val = {line["epoch"]: metric.of(line) for line in on_val}
-    score = [f"val {metric.title}"] if val else []
-    table = Table("epoch", "seconds", "loss", *score, title=None, box=None, pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
-    skipped = max(0, len(epochs) - _EPOCHS_SHOWN)
-    for line in epochs[:1] if skipped else []:
-        table.add_row(*_epoch_row(line, val)[: len(table.columns)])
-        table.add_row("…", *[""] * (len(table.columns) - 1))
-    for line in epochs[skipped + 1 :] if skipped else epochs:
-        table.add_row(*_epoch_row(line, val)[: len(table.columns)])
-    return table
-
-
-def _epoch_row(line: Mapping[str, Any], val: Mapping[int, float | None]) -> tuple[str, str, str, str]:
-    seconds = line.get("seconds")
-    loss, score = ("–" if value is None else score_text(value) for value in (line.get("loss"), val.get(line["epoch"])))
-    return str(line["epoch"]), "–" if seconds is None else f"{seconds:.2f}", loss, score
-
-
-def _print_failure(report: RunReport, console: Console) -> None:
-    first = report.first_failure
-    console.print()
-    if first is None:
-        console.print(Text("The run failed, and no process reported a cause; see the logs.", "bold red"))
-        return
-    aftermath = aftermath_of(first, report.outcomes)
-    console.print(Text(f"The run failed: {first.sentence}{aftermath.lead}", "bold red"), soft_wrap=True)
-    for line in first.last_lines:
-        console.print(Text(f"  {line}"), soft_wrap=True)
-    log = report.folder / first.log_name
-    if log.exists():
-        console.print(Text(f"log: {log}"), soft_wrap=True)
-    for line in aftermath.lines:
-        console.print(Text(line, "dim"), soft_wrap=True)
-    if more := hint([first.code]):
-        console.print(Text(more, "dim"))

@@ -150,12 +150,44 @@ def judge(found: FoundRun, views: _Views) -> Verdict:
     if unreachable:
         if found.result is not None and found.result["state"] in _ENDED:
             return _over_by_result(found, found.result, unreachable)
-        return _cannot_know(found, everyone, unreachable)
+        reached = [view for view in everyone if view.reached]
+        sentence = f"run {found.run_id} may still run: none of its nodes can be reached from here"
+        if reached:
+            rest = "the other nodes have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
+            names = ", ".join(view.node.label for view in unreachable)
+            sentence = f"run {found.run_id} may still run: {names} cannot be reached from here; {rest} ended"
+        hub = _last_attempt(found, everyone).hub
+        notes = [
+            *_unreachable_notes(unreachable, reached),
+            *(_ended_note(view) for view in reached),
+            _launcher_words(found),
+        ]
+        lead_has_result = any(view.result is not None and view.node.node_rank == hub for view in reached)
+        first = "collect" if lead_has_result else "status"  # the lead node ends last, with the result of the run
+        commands = (f"gnnfleet {first} {found.words}", f"gnnfleet stop {found.words}")
+        return Verdict("unknown", sentence, tuple(notes), commands)
     if all(view.result is None and not view.lost for view in everyone):
         if found.launch is not None and found.launch.alive() and found.launch.stage in (*BEFORE_NODES, "start"):
             return _preparing(found, found.launch)
         return _never_started(found, "its nodes answered that it has no processes there")
-    return _over(found, everyone)
+    if found.result is not None and found.result["state"] in _ENDED:
+        return _over_by_result(found, found.result)
+
+    # It has ended, and its result is not here.
+    report = RunReport(found.run_id, found.folder or Path())
+    fill_from(report, {view.node.node_rank: view for view in everyone})
+    conclude(report, found.needed_plan, 0.0)
+    state: State = report.state  # type: ignore[assignment]
+    verb = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
+    stops = [cause for one in report.results.values() if (cause := one.get("cause")) and cause["kind"] == "stop"]
+    failure = report.first_failure
+    why = failure.sentence if failure else str(stops[0]["reason"]) if stops else ""
+    sentence = f"run {found.run_id} {verb} ({_size(found.needed_plan)})" + (f": {why}" if why else "")
+    # Nodes that neither the sentence is about, nor ended because of that.
+    about = failure.node_rank if failure else None
+    others = [view for view in everyone if view.word != "done" and view.node.node_rank != about]
+    notes = [_ended_note(view) for view in others if not (view.report.get("cause") or view.report.get("asked"))]
+    return Verdict(state, f"{sentence}; {_launcher_words(found)}", tuple(notes), _after(found, state))
 
 
 def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], unreachable: list[NodeView]) -> Verdict:
@@ -199,46 +231,6 @@ def _running(found: FoundRun, everyone: list[NodeView], alive: list[NodeView], u
     findings = [finding for view in everyone for finding in view.report.get("findings") or ()]
     alarm = bool(idle_of(alive) or nan_finding(findings))
     return Verdict(state, sentence, tuple(notes), (watch, *following), alarm)
-
-
-def _cannot_know(found: FoundRun, everyone: list[NodeView], unreachable: list[NodeView]) -> Verdict:
-    reached = [view for view in everyone if view.reached]
-    if not reached:
-        sentence = f"run {found.run_id} may still run: none of its nodes can be reached from here"
-    else:
-        rest = "the other nodes have" if len(reached) > 1 else f"node{reached[0].node.node_rank} has"
-        names = ", ".join(view.node.label for view in unreachable)
-        sentence = f"run {found.run_id} may still run: {names} cannot be reached from here; {rest} ended"
-    hub = _last_attempt(found, everyone).hub
-    notes = [
-        *_unreachable_notes(unreachable, reached),
-        *(_ended_note(view) for view in reached),
-        _launcher_words(found),
-    ]
-    lead_has_result = any(view.result is not None and view.node.node_rank == hub for view in reached)
-    first = "collect" if lead_has_result else "status"  # the lead node ends last, with the result of the run
-    return Verdict(
-        "unknown", sentence, tuple(notes), (f"gnnfleet {first} {found.words}", f"gnnfleet stop {found.words}")
-    )
-
-
-def _over(found: FoundRun, everyone: list[NodeView]) -> Verdict:
-    if found.result is not None and found.result["state"] in _ENDED:
-        return _over_by_result(found, found.result)
-    plan, report = found.needed_plan, RunReport(found.run_id, found.folder or Path())
-    fill_from(report, {view.node.node_rank: view for view in everyone})
-    conclude(report, plan, 0.0)
-    state: State = report.state  # type: ignore[assignment]
-    verb = {"done": "is done", "failed": "has failed", "stopped": "was stopped"}[state]
-    stops = [cause for one in report.results.values() if (cause := one.get("cause")) and cause["kind"] == "stop"]
-    why = report.first_failure.sentence if report.first_failure else str(stops[0]["reason"]) if stops else ""
-    sentence = f"run {found.run_id} {verb} ({_size(plan)})"
-    # Nodes that neither the sentence is about, nor ended because of that.
-    first = report.first_failure.node_rank if report.first_failure else None
-    others = [view for view in everyone if view.word != "done" and view.node.node_rank != first]
-    notes = [_ended_note(view) for view in others if not (view.report.get("cause") or view.report.get("asked"))]
-    sentence += f": {why}" if why else ""
-    return Verdict(state, f"{sentence}; {_launcher_words(found)}", tuple(notes), _after(found, state))
 
 
 def _over_by_result(found: FoundRun, result: Mapping[str, Any], unreachable: Sequence[NodeView] = ()) -> Verdict:

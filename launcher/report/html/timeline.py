@@ -14,8 +14,6 @@ _ROWS = 48  # up to this number of processes each gets a row; else each node doe
 
 _COLOURS = {"ended": "#009e73", "failed": "#d55e00", "stopped": "#9aa0a6", "running": "#56b4e9", "stage": "#0072b2"}
 
-_WORDS = {"stage": "launcher"}
-
 #: Text of the marks, by kind of event; other events have no mark.
 _MARKS = {
     "server-ready": "graph server ready",
@@ -88,7 +86,25 @@ def timeline_chart(record: RunRecord) -> Chart | None:
         marks.append(Mark(row, at, f"first failure: {record.first.sentence}", True))
 
     rows = list(dict.fromkeys([*(span.row for span in spans), *(mark.row for mark in marks)]))
-    data = [_bars(state, [span for span in spans if span.state == state]) for state in _COLOURS]
+    data: list[dict[str, Any]] = []
+    for state, colour in _COLOURS.items():
+        shown = [span for span in spans if span.state == state]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": "launcher" if state == "stage" else state,
+                "y": [span.row for span in shown],
+                "base": [round(span.begin, 3) for span in shown],
+                "x": [round(max(0.05, span.end - span.begin), 3) for span in shown],
+                "text": [span.words if state == "stage" else "" for span in shown],
+                "textposition": "inside",
+                "insidetextanchor": "start",
+                "customdata": [[span.words, round(span.end - span.begin, 2)] for span in shown],
+                "hovertemplate": "%{y}: %{customdata[0]}<br>%{customdata[1]} s<extra></extra>",
+                "marker": {"color": colour, "line": {"width": 1, "color": "rgba(128,128,128,0.4)"}},
+            }
+        )
     data += [_points("event", [mark for mark in marks if not mark.bad], "#e69f00")]
     data += [_points("problem", [mark for mark in marks if mark.bad], "#d55e00")]
     layout = {
@@ -159,23 +175,6 @@ def _order(row: str) -> tuple[int, str, int]:
     node, _, name = row.partition("/")
     digits = "".join(filter(str.isdigit, name))
     return int("".join(filter(str.isdigit, node)) or 0), name.rstrip("0123456789"), int(digits or 0)
-
-
-def _bars(state: str, spans: Sequence[Span]) -> dict[str, Any]:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": _WORDS.get(state, state),
-        "y": [span.row for span in spans],
-        "base": [round(span.begin, 3) for span in spans],
-        "x": [round(max(0.05, span.end - span.begin), 3) for span in spans],
-        "text": [span.words if state == "stage" else "" for span in spans],
-        "textposition": "inside",
-        "insidetextanchor": "start",
-        "customdata": [[span.words, round(span.end - span.begin, 2)] for span in spans],
-        "hovertemplate": "%{y}: %{customdata[0]}<br>%{customdata[1]} s<extra></extra>",
-        "marker": {"color": _COLOURS[state], "line": {"width": 1, "color": "rgba(128,128,128,0.4)"}},
-    }
 
 
 def _points(name: str, marks: Sequence[Mark], colour: str) -> dict[str, Any]:

@@ -82,12 +82,6 @@ class GroupedOptions(click.Command):
         return next((heading for heading, names in _HEADINGS.items() if name in names), _LAST_HEADING)
 
 
-class GroupWithGroupedOptions(GroupedOptions, click.Group):
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_options(ctx, formatter)
-        self.format_commands(ctx, formatter)
-
-
 CONFIG = click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml.")
 
 SET = click.option(

@@ -19,7 +19,6 @@ from launcher.cli.options import (
     SET,
     VERBOSE,
     GroupedOptions,
-    GroupWithGroupedOptions,
     OutputFile,
     console_of,
     echo_json,
@@ -57,8 +56,14 @@ _CLUSTER = (
 )
 
 
+class _GroupedOptionsGroup(GroupedOptions, click.Group):
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
 @click.group(
-    cls=GroupWithGroupedOptions,
+    cls=_GroupedOptionsGroup,
     invoke_without_command=True,
     epilog=_EPILOG,
     short_help="Start graph servers that many runs share.",

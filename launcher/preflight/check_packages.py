@@ -78,7 +78,7 @@ def usual(versions: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Difference:
+class _Difference:
     """A package version on one node, and the different version on most nodes."""
 
     rule: Rule
@@ -101,8 +101,8 @@ def leading(version: str, numbers: int) -> str:
     return ".".join(version.partition("+")[0].split(".")[:numbers])
 
 
-def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference]:
-    """Return a Difference for each node whose version differs from that on most nodes, by node_rank.
+def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, _Difference]:
+    """Return the difference of each node whose version differs from that on most nodes, by node_rank.
 
     ``versions``: version by node_rank; nodes with '' are skipped.
     """
@@ -114,7 +114,7 @@ def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, Difference
     for k, version in known.items():
         if version != most:
             others = tuple(j for j in agreeing if known[j] == most)
-            found[k] = Difference(rule, version, most, others, leading(version, rule.numbers) != compatible)
+            found[k] = _Difference(rule, version, most, others, leading(version, rule.numbers) != compatible)
     return found
 
 
@@ -128,7 +128,7 @@ _SYSTEM = ("/usr/bin/", "/bin/")  # Pythons of the operating system, in which pi
 
 
 def package_findings(survey: Survey) -> Iterator[Finding]:
-    odd: dict[int, list[Difference]] = {k: [] for k in survey.probes}
+    odd: dict[int, list[_Difference]] = {k: [] for k in survey.probes}
     for rule in RULES:
         scope = [k for k in survey.probes if not rule.devices or survey.config.nodes[k].devices]
         for k, difference in differences(rule, {k: _version(survey, k, rule) for k in scope}).items():
@@ -166,7 +166,7 @@ def _version(survey: Survey, k: int, rule: Rule) -> str:
     return survey.version(k, rule.name)
 
 
-def _packages(survey: Survey, k: int, odd: Sequence[Difference]) -> Iterator[Finding]:
+def _packages(survey: Survey, k: int, odd: Sequence[_Difference]) -> Iterator[Finding]:
     missing = [name for name in _needed(survey, k) if not survey.version(k, name)]
     differing = [one for one in odd if one.blocks and one.name != "python"]
     words = [f"{', '.join(missing)} not installed for {survey.python(k)}"] if missing else []
@@ -213,7 +213,7 @@ def _cannot_use_devices(survey: Survey, k: int) -> bool:
 
 
 def _breaks(
-    survey: Survey, k: int, missing: Iterable[str], differing: Iterable[Difference], without_cuda: Iterable[str]
+    survey: Survey, k: int, missing: Iterable[str], differing: Iterable[_Difference], without_cuda: Iterable[str]
 ) -> bool:
     """Return whether the problems of a node's packages block the run.
 

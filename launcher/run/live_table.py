@@ -72,7 +72,7 @@ class RankRow:
 
 
 @dataclass
-class NodeRow:
+class _NodeRow:
     node_rank: int
     host: str
     ranks: tuple[int, ...]
@@ -95,7 +95,7 @@ class Board:
     """All nodes and ranks of a run. ``epochs``: number of epochs to train, None if unknown."""
 
     run_id: str
-    nodes: dict[int, NodeRow]
+    nodes: dict[int, _NodeRow]
     ranks: dict[int, RankRow]
     epochs: int | None = None
     began: float = field(default_factory=time.monotonic)
@@ -109,7 +109,7 @@ class Board:
     @staticmethod
     def of(plan: LaunchPlan, elapsed: float = 0.0) -> Board:
         """Create an empty board for ``plan``, of a run that began ``elapsed`` seconds ago."""
-        nodes = {node.node_rank: NodeRow(node.node_rank, node.target, node.ranks) for node in plan.nodes}
+        nodes = {node.node_rank: _NodeRow(node.node_rank, node.target, node.ranks) for node in plan.nodes}
         ranks = {rank: RankRow(rank, node.node_rank) for node in plan.nodes for rank in node.ranks}
         epochs = plan.train.epochs if plan.train else None
         return Board(plan.run_id, nodes, ranks, epochs, time.monotonic() - elapsed)
@@ -368,7 +368,7 @@ def step_cells(rows: Sequence[RankRow], epochs: int | None = None) -> tuple[str,
     )
 
 
-def _state(node: NodeRow, rows: list[RankRow], age: float | None) -> str:
+def _state(node: _NodeRow, rows: list[RankRow], age: float | None) -> str:
     if node.connection_error:
         return "unreachable"
     if age is not None and age > _OLD_HEARTBEAT:

@@ -26,7 +26,7 @@ from launcher.run.interrupts import InterruptPrompt, Interrupts
 from launcher.run.live_log import LiveLog, log_lines
 from launcher.run.node_stream import NodeMessage, NodeStream
 from launcher.run.start_progress import StartProgress
-from launcher.run.tmux_session import STOP_EXTRA, return_session, stop_node, what_remains
+from launcher.run.tmux_session import STOP_EXTRA, how_to_stop, return_session, stop_node
 from launcher.text import seconds_words
 from launcher.transport.base import Transport
 
@@ -399,7 +399,9 @@ class RunFollower:
         self.events.add("node-lost", node_rank=k, reason=lost.why)
         self._handle_failure(k, text or f"{label} is lost: {lost.why}", f"node{k} lost")
         if lost.out_of_reach:
-            self.report.notes.append(f"{label} cannot be reached; {what_remains(self.plan, self._nodes[k].plan)}")
+            alone = len(self.plan.nodes) == 1
+            state = "it may still run" if alone else "it stops by itself if it cannot reach the other nodes"
+            self.report.notes.append(f"{label} cannot be reached; {state}. {how_to_stop(self._nodes[k].plan)}")
         else:
             self._clean_up(k)
             if k not in self._spares:

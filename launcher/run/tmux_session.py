@@ -13,7 +13,7 @@ from launcher.command import Command, render, shell_line
 from launcher.config.schema import RunConfig, login_text
 from launcher.errors import FleetError, SessionError, SessionExists
 from launcher.node.json_records import Damaged, message_in
-from launcher.plan.model import LaunchPlan, NodePlan
+from launcher.plan.model import NodePlan
 from launcher.report.launch_file import user_at_host
 from launcher.transport.base import Completed, Transport
 
@@ -241,9 +241,3 @@ def how_to_stop(node: NodePlan) -> str:
     port = f"-p {node.login.port} " if node.login.port else ""
     words = port + login_text(node.login.user, node.login.host, None)  # ssh does not accept IPv6 addresses in brackets
     return f'To stop its processes: ssh {words} "{command}"'
-
-
-def what_remains(plan: LaunchPlan, node: NodePlan) -> str:
-    """Return a note about an unreachable node: whether it may still run, and how to stop it by hand."""
-    state = "it stops by itself if it cannot reach the other nodes" if len(plan.nodes) > 1 else "it may still run"
-    return f"{state}. {how_to_stop(node)}"

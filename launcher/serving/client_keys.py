@@ -27,12 +27,12 @@ from launcher.transport.base import Transport
 
 
 @dataclass(frozen=True)
-class MadeKey:
+class _MadeKey:
     message: str  #: for the user: how to use and to revoke the key
     notes: tuple[str, ...]  #: servers that did not get the key, and why
 
 
-def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
+def make_key(run: OpenRun, output: Path, person: str | None) -> _MadeKey:
     """Create a key file at ``output`` and add its public key on all reachable servers.
 
     ``person``: first part of the key's name; None: the user's name. Raises UsageError or FleetError.
@@ -56,7 +56,7 @@ def make_key(run: OpenRun, output: Path, person: str | None) -> MadeKey:
     values = {**pair, "server": public, "endpoints": endpoints, "name": name}
     write_whole(output, json.dumps(values, indent=1) + "\n", private=True)
     message = f'{output}: anyone with this file can connect. In Python: graph = gnnfleet.connect(key="{output}")\n'
-    return MadeKey(message + f"to revoke it: delete clients/{client}.key in the run folders of {name}", tuple(notes))
+    return _MadeKey(message + f"to revoke it: delete clients/{client}.key in the run folders of {name}", tuple(notes))
 
 
 def server_key(states: Mapping[int, ServerState]) -> str | None:

@@ -16,15 +16,15 @@ import tarfile
 import tempfile
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.errors import SyncError
-from launcher.node.programs.files import CODE_LIST, PART_SUFFIX, code_list
+from launcher.node.programs.files import CODE_LIST, PART_SUFFIX, code_list, sha256_of
 from launcher.plan.files import FETCH_SPEC
 from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.sync.progress import TransferProgress
-from launcher.sync.transfer import FileTransfer, NodeSync, Stopped, ask_files, is_manifest, with_digest
+from launcher.sync.transfer import FileTransfer, NodeSync, Stopped, ask_files, is_manifest
 from launcher.transport.base import Transport
 from launcher.transport.fanout import on_nodes
 
@@ -34,7 +34,7 @@ _LAST_WRITE = 3.0  # seconds to wait before for a transfer that has been stopped
 
 
 @dataclass(frozen=True)
-class SyncReport:
+class _SyncReport:
     nodes: tuple[NodeSync, ...]  #: in node_rank order
 
     @property
@@ -56,7 +56,7 @@ def sync(
     progress: TransferProgress | None = None,
     *,
     connect_timeout: float = 10.0,
-) -> SyncReport:
+) -> _SyncReport:
     """Send all files of ``plan`` to the nodes in parallel.
 
     A failure on one node, or Ctrl-C, stops all transfers; the next sync resumes them, and the run folders on the nodes
@@ -79,7 +79,7 @@ def sync(
         stop.set()
         on_nodes(jobs, lambda k: jobs[k].release())
         raise
-    return SyncReport(tuple(answers.values[node.node_rank] for node in plan.nodes))
+    return _SyncReport(tuple(answers.values[node.node_rank] for node in plan.nodes))
 
 
 class _CodeArchive:
@@ -159,7 +159,12 @@ class _PlanTransfer(FileTransfer):
                     f"the run id is already in use: another launch has just made {self.node.run_dir}; "
                     "choose another --run-id"
                 )
-        files = [with_digest(file) for file in self.node.files if file.source]
+        files = []
+        for file in self.node.files:
+            if file.source and not file.sha256:
+                file = replace(file, bytes=Path(file.source).stat().st_size, sha256=sha256_of(file.source))
+            if file.source:
+                files.append(file)
         files.sort(key=is_manifest)
         found = self.inventory(files, [self.node.code_dir], below=self.node.data_dir)
         has_code = found["folders"][0]

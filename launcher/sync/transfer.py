@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -240,12 +240,6 @@ def ask_files(transport: Transport, node: _Receiver, request: dict[str, Any], ti
     if answer.get("error"):
         raise SyncError(f"{node.label}: {request['op']}: {answer['error']}")
     return answer
-
-
-def with_digest(file: PlannedFile) -> PlannedFile:
-    if file.sha256:
-        return file
-    return replace(file, bytes=Path(file.source).stat().st_size, sha256=sha256_of(file.source))
 
 
 def entry_of(file: PlannedFile) -> dict[str, Any]:

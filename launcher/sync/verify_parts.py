@@ -43,7 +43,7 @@ class PartsDiffer(SyncError):
 
 
 @dataclass(frozen=True)
-class VerifyReport:
+class _VerifyReport:
     """Result of ``verify`` if all nodes have the same manifest and all files that the plan needs."""
 
     manifest: PartitionFiles
@@ -55,7 +55,7 @@ class VerifyReport:
         return self.manifest.fingerprint
 
 
-def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyReport:
+def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> _VerifyReport:
     """Check digests of the parts on all nodes in parallel. Raises SyncError, which names each node, host and file."""
     nodes = {node.node_rank: node for node in plan.nodes if node.parts}
     raw = on_nodes(nodes, lambda k: _read_manifest(nodes[k], transports[k])).or_raise()
@@ -101,7 +101,7 @@ def verify(plan: LaunchPlan, transports: Mapping[int, Transport]) -> VerifyRepor
     if wrong := {k: texts for k, texts in answers.items() if texts}:
         raise PartsDiffer({k: nodes[k].label for k in wrong}, wrong)
     files = [file for k in wanted for file in wanted[k]]
-    return VerifyReport(manifests[min(manifests)], len(files), sum(file.bytes for file in files))
+    return _VerifyReport(manifests[min(manifests)], len(files), sum(file.bytes for file in files))
 
 
 def _read_manifest(node: NodePlan, transport: Transport) -> bytes | None:

@@ -22,7 +22,7 @@ from launcher.transport.ssh_config import SshHost, host_matches
 
 
 @dataclass(frozen=True)
-class KnownKey:
+class _KnownKey:
     hosts: str  #: first field of the line: names and patterns, or a hashed name
     type: str
     blob: bytes
@@ -39,7 +39,7 @@ class KnownKey:
         return host_matches(host, self.hosts.split(","))
 
 
-def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:
+def read_known_hosts(paths: Sequence[Path]) -> Iterator[_KnownKey]:
     """Yield the valid lines of the files that exist; skip invalid lines, as OpenSSH does."""
     for path in paths:
         if path.is_file():
@@ -48,13 +48,13 @@ def read_known_hosts(paths: Sequence[Path]) -> Iterator[KnownKey]:
 
 
 @lru_cache(maxsize=16)
-def _lines_of(path: Path, mtime_ns: int, size: int) -> tuple[KnownKey, ...]:
+def _lines_of(path: Path, mtime_ns: int, size: int) -> tuple[_KnownKey, ...]:
     # ``mtime_ns`` and ``size`` are keys of the cache.
     lines = enumerate(path.read_text(errors="replace").splitlines(), 1)
     return tuple(known for number, line in lines if (known := _parse(line, f"{path}:{number}")))
 
 
-def _parse(line: str, where: str) -> KnownKey | None:
+def _parse(line: str, where: str) -> _KnownKey | None:
     words = line.split()
     marker = words.pop(0) if words and words[0].startswith("@") else ""
     if len(words) < 3 or words[0].startswith("#"):
@@ -63,7 +63,7 @@ def _parse(line: str, where: str) -> KnownKey | None:
         blob = base64.b64decode(words[2], validate=True)
     except binascii.Error:
         return None
-    return KnownKey(words[0], words[1], blob, marker == "@revoked", where, marker == "@cert-authority")
+    return _KnownKey(words[0], words[1], blob, marker == "@revoked", where, marker == "@cert-authority")
 
 
 def checking_mode(host_keys: str, host: SshHost) -> str:

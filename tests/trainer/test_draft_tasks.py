@@ -281,3 +281,17 @@ def test_facts_in_files_without_names_are_links_of_several_types(tmp_path: Path)
     assert [table[key] for key in ("source", "relation", "target", "test_files")] == [
         "column1", "column2", "column3", "test.txt",
     ]  # fmt: skip
+
+
+def test_rows_of_a_task_without_a_customer_are_drafted_as_dropped(tmp_path: Path) -> None:
+    rows = [f"{'' if k % 25 == 3 else row.partition(',')[0]},{row.partition(',')[2]}" for k, row in enumerate(MONTHS)]
+    shop(tmp_path, spent=["customer_id,month,spent", *(f"{row},{k % 2}" for k, row in enumerate(rows))])
+    (tmp_path / "churn.csv").unlink()
+    drafted = draft_tables(tmp_path)
+    empty = sum(row.startswith(",") for row in rows)
+    assert drafted["tasks"]["spent"]["dangling"] == "drop" and empty > 2
+    notes = drafted.pop("comments")["tasks"]["spent"]
+    assert f"dangling: customer_id is empty in {empty} rows: no rows of the task" in notes
+    (tmp_path / "work").mkdir()
+    graph = load_dataset("tables", str(tmp_path), drafted, Scratch(tmp_path / "work", 300 << 20))
+    assert graph.nodes["spent"].num_nodes == len(MONTHS) - empty

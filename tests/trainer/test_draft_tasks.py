@@ -295,3 +295,28 @@ def test_rows_of_a_task_without_a_customer_are_drafted_as_dropped(tmp_path: Path
     (tmp_path / "work").mkdir()
     graph = load_dataset("tables", str(tmp_path), drafted, Scratch(tmp_path / "work", 300 << 20))
     assert graph.nodes["spent"].num_nodes == len(MONTHS) - empty
+
+
+@pytest.mark.parametrize("task", [False, True])
+def test_a_split_of_rows_without_a_label_is_left_out_of_the_draft(tmp_path: Path, task: bool) -> None:
+    """As in competitions, whose rows for test come without labels; `partition` would refuse it."""
+    fold = [("train", "test")[k % 5 == 0] for k in range(len(MONTHS))]
+    if task:
+        rows = [
+            f"{row},{'' if of == 'test' else k % 2},{of}" for k, (row, of) in enumerate(zip(MONTHS, fold, strict=True))
+        ]
+        shop(tmp_path, churn=["customer_id,at,churned,fold", *rows])
+    else:
+        rows = [f"c{k},{20 + k},{'' if fold[k] == 'test' else k % 2},{fold[k]}" for k in range(30)]
+        shop(tmp_path, customers=["customer_id,age,label,fold", *rows])
+        (tmp_path / "churn.csv").unlink()
+    drafted = draft_tables(tmp_path)
+    comments = drafted.pop("comments")
+    of, kind = ("churn", "tasks") if task else ("customer", "nodes")
+    table, empty = drafted[kind][of], sum(",," in row for row in rows)
+    assert isinstance(table["split"], dict) and "fold" not in str({**table, "table": ""})
+    label = table["label"]
+    assert f"fold is not used as the split: {empty} rows that it names have no {label}" in comments[kind][of]
+    (tmp_path / "work").mkdir()
+    graph = load_dataset("tables", str(tmp_path), drafted, Scratch(tmp_path / "work", 300 << 20))
+    assert graph.nodes[of].splits.keys() == {"train", "val", "test"}

@@ -15,7 +15,15 @@ from trainer.core.errors import DataError
 from trainer.core.graph_attrs import attr_name
 from trainer.data.raw_arrays import split_prefix
 from trainer.sources.csv_files import guessed_encoding
-from trainer.sources.table_columns import as_double, as_text, is_number_type, list_type, moment_sql, time_sql
+from trainer.sources.table_columns import (
+    as_double,
+    as_text,
+    is_number_type,
+    list_type,
+    moment_sql,
+    split_sql,
+    time_sql,
+)
 from trainer.sources.table_database import ROW_NUMBER, Database, Scan, quoted
 from trainer.sources.table_files import is_parquet, table_files, tables_in
 from trainer.sources.table_options import LARGEST, EdgeTable, Table
@@ -684,16 +692,17 @@ def _task_table(
         drafted["targets"] = types[targets.file]
         what = f"the {types[targets.file]} nodes in {label.name} are predicted"
     rest = [one for one in table.columns if one not in (column, time, label, table.id)]
-    split = next((one for one in rest if one.is_split), None)
+    named, dropped = next((one for one in rest if one.is_split), None), list[str]()
+    split = named if targets else _split_of_labelled(table, named, label, dropped)
     drafted["split"] = split.name if split else _split_at(table, time, label)
-    more, notes = _others(table, [one for one in rest if one is not split], True, None if targets else label)
+    more, notes = _others(table, [one for one in rest if one is not named], True, None if targets else label)
     about = f"{table.file}: rows about {entity} nodes at a time, {what}: a task table; remove it if not"
     if isinstance(drafted["split"], dict) and "val_time" in drafted["split"]:
         notes.append("split: val begins after 70% of the labelled rows, test after 85%")
     if any(key in more for key in ("features", "one_hot", "categories")):
         notes.append("columns that are known only after the row's time must not be features")
-    dangling, dropped = _dangling(table, [key], "rows of the task")
-    return drafted | more | dangling, [about, *_about_files(table), *notes, *dropped]
+    dangling, unknown = _dangling(table, [key], "rows of the task")
+    return drafted | more | dangling, [about, *_about_files(table), *notes, *dropped, *unknown]
 
 
 def _leave_out_late_time(
@@ -979,13 +988,34 @@ def _node_table(table: _Found, keys: Sequence[_Column] = ()) -> _Drafted:
         )
     if label is not None and label.whole and (label.low, label.distinct) == (-1, 2):
         notes.append(f"{label.name}: -1 means no label, and all others are one class; if it is a class, write 0 for it")
+    rest = [one for one in rest if one is not label and one is not split]
+    split = _split_of_labelled(table, split, label, notes)
     for key, column in (("label", label), ("split", split)):
         if column is not None:
             drafted[key] = column.name
     if label is not None and split is None:
         drafted["split"] = {"train": 0.8, "val": 0.1, "test": 0.1}
-    more, of_others = _others(table, [one for one in rest if one is not label and one is not split], True, label)
+    more, of_others = _others(table, rest, True, label)
     return drafted | more, notes + of_others
+
+
+def _split_of_labelled(
+    table: _Found, split: _Column | None, label: _Column | None, notes: list[str]
+) -> _Column | None:  # fmt: skip
+    """Return the column ``split``, or None, with a note, if it has a value in rows without a label."""
+    if split is None or label is None:
+        return split
+    none = f"{as_text(label.name, label.type)} IS NULL"
+    if label.is_class and label.low == -1:
+        none += f" OR TRY_CAST({quoted(label.name)} AS DOUBLE) = -1"
+    ((count,),) = table.scan.database.rows(
+        f"SELECT count(*) FROM {table.scan.sql} WHERE {split_sql(table.scan, split.name)} IS NOT NULL AND ({none})",
+        table.scan.where,
+    )
+    if not count:
+        return split
+    notes.append(f"{split.name} is not used as the split: {count:,} rows that it names have no {label.name}")
+    return None
 
 
 def _edge_table(table: _Found, ends: Sequence[_Column]) -> _Drafted:

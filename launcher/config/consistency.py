@@ -41,7 +41,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 OWN_DATASETS = ("synthetic", "synthetic-hetero", "file", "tables", "partition")  #: as in ``trainer.data.options``
 
-OGB_DATASETS = ("ogbn-arxiv", "ogbn-mag", "ogbn-papers100M", "ogbn-products", "ogbn-proteins")
+_OGB_DATASETS = ("ogbn-arxiv", "ogbn-mag", "ogbn-papers100M", "ogbn-products", "ogbn-proteins")
 
 #: Classes of ``torch_geometric.datasets`` in version 2.8.
 PYG_DATASETS = tuple(
@@ -361,7 +361,7 @@ def _serving(config: ClusterConfig, reader: Reader) -> None:
 
 def misspelt_dataset(name: str) -> str:
     """Return why ``name`` is no dataset, in words, or '' if it is one or may be one of a newer torch_geometric."""
-    known, word = (*OWN_DATASETS, *OGB_DATASETS, *PYG_DATASETS), name.partition(":")[0]
+    known, word = (*OWN_DATASETS, *_OGB_DATASETS, *PYG_DATASETS), name.partition(":")[0]
     if word in known:
         return ""
     by_lower = {one.lower(): one for one in known}
@@ -377,6 +377,6 @@ def misspelt_dataset(name: str) -> str:
     if word[:1].isupper():  # as all classes of torch_geometric
         return ""
     return (
-        f"there is no dataset `{name[:100]}`; there are {', '.join(OWN_DATASETS)}, {', '.join(OGB_DATASETS)}, and "
+        f"there is no dataset `{name[:100]}`; there are {', '.join(OWN_DATASETS)}, {', '.join(_OGB_DATASETS)}, and "
         "those of torch_geometric, such as Planetoid:Cora"
     )

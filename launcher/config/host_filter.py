@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from textwrap import shorten
 
@@ -11,8 +11,6 @@ from launcher.config.roles import lead
 from launcher.config.schema import ClusterConfig, NodeConfig, login_text
 from launcher.errors import UsageError
 from launcher.hostlist import RangeError, expand, fold, split_list
-
-Chosen = Mapping[int, frozenset[int] | None]  #: node_rank → device ids; None: the whole node
 
 _DEVICES = re.compile(r"(.+):([0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*)")
 
@@ -76,8 +74,8 @@ def _rest(
     return replace(node, devices=devices, procs=node.procs and len(devices)) if devices else None
 
 
-def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> Chosen:
-    """Return the nodes and devices that ``specs`` select. Raises UsageError for an unknown name or device."""
+def _chosen(config: ClusterConfig, specs: Sequence[str], option: str) -> dict[int, frozenset[int] | None]:
+    """Return the device ids that ``specs`` select by node_rank, None for a whole node. Raises UsageError."""
     found: dict[int, frozenset[int] | None] = {}
     names = _Names(config)
     for spec in specs:

@@ -187,7 +187,7 @@ def _checkpoint(reader: Reader, place: KeyPath, text: str) -> str:
     return path if Path(path).is_file() else text
 
 
-Choose = Callable[[ClusterConfig], ClusterConfig]
+_Choose = Callable[[ClusterConfig], ClusterConfig]
 
 _VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 
@@ -199,7 +199,7 @@ _NODE = re.compile(r"\bnodes\.\d+")
 def load_config(
     path: Path,
     overrides: Sequence[Override] = (),
-    choose: Choose = lambda config: config,
+    choose: _Choose = lambda config: config,
     foreign: Foreign | None = None,
 ) -> ClusterConfig:
     """Read the file, apply overrides, select nodes, and check the result.
@@ -269,7 +269,7 @@ def overridden(path: Path, overrides: Sequence[Override], foreign: Foreign | Non
     return tree
 
 
-def world_size(tree: Section, choose: Choose) -> int:
+def world_size(tree: Section, choose: _Choose) -> int:
     """Return the number of training processes of the nodes that ``choose`` selects; invalid values become defaults."""
     reader = Reader(lambda problem: None)
     nodes = {name: tree.items[name] for name in ("nodes", "defaults", "transport") if name in tree.items}

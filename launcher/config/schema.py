@@ -23,9 +23,9 @@ def node_workdir(node: NodeConfig, node_rank: int) -> str:
 # Nor do names have the wildcards of ssh_config, begin as comments and options of hostfiles do, or look like two hosts
 # (``gnn1,gnn2``) or a host with a number of processes (``gnn1/8``, ``gnn1=8``; the 8 of ``gnn1,8``).
 _ADDRESS = Form(r"""(?!\d+$)[\w:][^\s'"`$\\;&<>|(){}*?!/,=\x00-\x1f\x7f-\x9f]*""", "a host name or address")
-USER = Form(rf"""(?!-)([^\s'"`;&<>|(){{}}{CONTROLS}]| (?!-))*(?<!\\)""", "a user name")
+_USER = Form(rf"""(?!-)([^\s'"`;&<>|(){{}}{CONTROLS}]| (?!-))*(?<!\\)""", "a user name")
 
-VARIABLE = Form("[A-Za-z_][A-Za-z0-9_]*", "the name of a variable: letters, digits and _")
+_VARIABLE = Form("[A-Za-z_][A-Za-z0-9_]*", "the name of a variable: letters, digits and _")
 _SBATCH_OPTION = Form("[a-z][a-z0-9_-]*", "a long option of sbatch, such as partition or gpus-per-node")
 _SLURM_JOB = Form(r"[0-9][0-9_+]*", "the number of a job")
 
@@ -37,7 +37,7 @@ def settings(section: type) -> tuple[Field[Any], ...]:
 
 HostKeys = Literal["auto", "strict", "accept-new", "insecure"]
 
-Role = Literal["worker", "server", "client"]
+_Role = Literal["worker", "server", "client"]
 
 Event = Literal["end", "failure", "restart", "stall", "nan", "lost"]
 
@@ -59,7 +59,7 @@ class NodeConfig:
         "Host name, IP address or ~/.ssh/config alias; `localhost` when `transport: local`.", form=_ADDRESS
     )
     port: int | None = setting("SSH port; default from ~/.ssh/config, else 22.", None, at_least=1, at_most=65535)
-    user: str | None = setting("SSH user; default from ~/.ssh/config, else yours.", None, form=USER)
+    user: str | None = setting("SSH user; default from ~/.ssh/config, else yours.", None, form=_USER)
     key: str | None = setting(
         "Private key file on this machine; default: the SSH agent, ~/.ssh/config, the usual files in ~/.ssh.", None
     )
@@ -84,7 +84,7 @@ class NodeConfig:
     data_folder: str | None = setting(
         "Path of the shared partition folder on this node, if not data.folder (mode verify).", None
     )
-    role: Role = setting(
+    role: _Role = setting(
         "`worker` holds parts and trains; `server` holds parts and samples for clients; `client` trains without parts.",
         "worker",
     )
@@ -119,7 +119,7 @@ class NodeConfig:
         "Network interface of `address`, as eth0, for gloo and NCCL; default: found by preflight.", None, form=_ADDRESS
     )
     env: Mapping[str, str] = setting(
-        "Environment variables of all processes on the node.", dict, form=LINES, keys=VARIABLE
+        "Environment variables of all processes on the node.", dict, form=LINES, keys=_VARIABLE
     )
     setup: tuple[str, ...] = setting(
         "Bash lines run before each command on the node, as `module load cuda`.", (), form=LINES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,9 +20,9 @@ from launcher.init.request import InitRequest
 from launcher.node.exit_description import size
 from launcher.text import OWN_VENV, count
 
-COLUMN = 40  #: where comments after a text begin
+_COLUMN = 40  #: where comments after a text begin
 
-WIDTH = 118  #: characters; longer comments are wrapped
+_WIDTH = 118  #: characters; longer comments are wrapped
 
 STEPS, STEPS_OF_EPOCH, MOST_EPOCHS = 300, 12, 100  #: of a drafted training, at least, as far as so many epochs suffice
 
@@ -35,21 +35,17 @@ class Line:
     comment: str = ""
 
 
-def render(lines: Iterable[Line]) -> str:
-    return "\n".join(text for line in lines for text in _rendered(line)) + "\n"
-
-
 def _rendered(line: Line) -> Iterator[str]:
     if not line.comment:
         yield line.text.rstrip()
         return
-    one_line = f"{line.text:<{COLUMN - 1}} # {line.comment}"
-    if line.text.strip() and len(one_line) <= WIDTH:
+    one_line = f"{line.text:<{_COLUMN - 1}} # {line.comment}"
+    if line.text.strip() and len(one_line) <= _WIDTH:
         yield one_line
         return
     indent = " " * (len(line.text) - len(line.text.lstrip())) + "# "
     yield from textwrap.wrap(
-        line.comment, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        line.comment, _WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
     )
     if line.text.strip():
         yield line.text
@@ -67,12 +63,6 @@ def value(plain: Any) -> str:
 
 
 _SIGNED = re.compile(r"(# Written by `gnnfleet init`[^\n]*) Unedited: ([0-9a-f]{12})\n(.*)", re.DOTALL)
-
-
-def signed(text: str) -> str:
-    """Return ``text`` with a digest of its content at the end of the first line, which ``is_unedited`` checks."""
-    head, _, rest = text.partition("\n")
-    return f"{head} Unedited: {_digest(head, rest)}\n{rest}"
 
 
 def is_unedited(path: Path) -> bool:
@@ -122,8 +112,11 @@ class Draft:
 
 
 def text_of(draft: Draft) -> str:
+    """Return the text of the file, with a digest at the end of its first line, which ``is_unedited`` checks."""
     sections = (_cluster(draft), _data(draft), _train(draft))
-    return signed(render(line for section in sections for line in [*section, Line()]).rstrip("\n") + "\n")
+    lines = [text for section in sections for line in [*section, Line()] for text in _rendered(line)]
+    head, _, rest = ("\n".join(lines).rstrip("\n") + "\n").partition("\n")
+    return f"{head} Unedited: {_digest(head, rest)}\n{rest}"
 
 
 def _cluster(draft: Draft) -> Iterator[Line]:

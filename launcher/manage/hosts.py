@@ -38,7 +38,7 @@ _LITTLE = 0.03  #: share of a disk that should be free
 
 
 @dataclass
-class Host:
+class _Host:
     """One machine. Bytes; times in seconds since 1970."""
 
     host: str
@@ -101,12 +101,12 @@ def _host(
     failed: Mapping[int, Exception],
     figures: Mapping[int, Mapping[str, Any]],
     slow: Mapping[int, Sequence[str]],
-) -> Host:
+) -> _Host:
     k = group[0]
     if k in failed:
         why = failed[k]
         remedy = f" – {why.remedy}" if isinstance(why, NodeError) and why.remedy else ""
-        return Host(config.nodes[k].login, tuple(group), reason_of(why) + remedy)
+        return _Host(config.nodes[k].login, tuple(group), reason_of(why) + remedy)
     probe = probes[k]
     leases = [lease for lease in probe["leases"] if not lease["resource"].startswith("ticket:")]
     runs: dict[str, dict[str, Any]] = {}
@@ -137,7 +137,7 @@ def _host(
         busy = ", ".join(users_of(probe).values())
         remedy = f"{busy} uses it: measure again when it is free" if busy else "look for other processes (`top`), heat"
         findings.append(f"it {'; '.join(slow[k])} – {remedy}")
-    return Host(
+    return _Host(
         host=config.nodes[k].login,
         nodes=tuple(group),
         processors=probe["cpus"],
@@ -152,7 +152,7 @@ def _host(
     )
 
 
-def _row(host: Host) -> tuple[str, ...]:
+def _row(host: _Host) -> tuple[str, ...]:
     nodes = spans(host.nodes)
     if host.error:
         return host.host, nodes, "–", "–", "", "–", "", "not reached"

@@ -27,7 +27,7 @@ from launcher.report.run_folder import read_result
 from launcher.report.verdict import known_without_nodes
 from launcher.text import say
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 
 _EVERY = 3.0  # seconds between updates from the nodes
 
@@ -56,7 +56,7 @@ class ReportServer(ThreadingHTTPServer):
     def __init__(self, shown: RenderedReport, port: int = 0):
         self.shown, self.secret = shown, secrets.token_urlsafe(12)
         try:
-            super().__init__((HOST, port), _Handler)
+            super().__init__((_HOST, port), _Handler)
         except OSError as error:
             raise UsageError(
                 f"port {port} of this machine cannot be used: {error.strerror}; leave out --port"
@@ -64,7 +64,7 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{HOST}:{self.server_address[1]}/{self.secret}/"
+        return f"http://{_HOST}:{self.server_address[1]}/{self.secret}/"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         shown, top = self.server.shown, f"/{self.server.secret}/"
-        if self.headers.get("Host") != f"{HOST}:{self.server.server_address[1]}":  # prevents DNS rebinding
+        if self.headers.get("Host") != f"{_HOST}:{self.server.server_address[1]}":  # prevents DNS rebinding
             self.send_error(HTTPStatus.FORBIDDEN)
         elif url.path == top:
             self._send("text/html; charset=utf-8", render(shown.page, live="news").encode())

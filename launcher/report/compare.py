@@ -29,11 +29,11 @@ from launcher.report.run_history import Entry, entry_of
 from launcher.report.task_metric import TaskMetric, metric_of
 from launcher.text import seconds_words
 
-Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]
+_Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]
 
-Better = Literal["more", "less", ""]
+_Better = Literal["more", "less", ""]
 
-Section = Literal["run", "config", "results", "speed", "step", "loss", "metric", "versions"]
+_Section = Literal["run", "config", "results", "speed", "step", "loss", "metric", "versions"]
 
 _GRAPH = ("data.dataset", "data.source", "data.options", "data.serving")  #: config keys that select the graph
 
@@ -87,11 +87,11 @@ class RunFigures:
 class Row:
     """One row of a comparison: a title and the value of every run; None if the value is unknown."""
 
-    section: Section
+    section: _Section
     title: str
     values: tuple[Any, ...]
-    form: Form = "text"
-    better: Better = ""
+    form: _Form = "text"
+    better: _Better = ""
 
     @property
     def best(self) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ class Comparison:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]  #: why figures may not be comparable, or are missing
 
-    def of(self, section: Section) -> list[Row]:
+    def of(self, section: _Section) -> list[Row]:
         return [row for row in self.rows if row.section == section]
 
     def to_json(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def compare(runs: Sequence[RunFigures]) -> Comparison:
     """Compare runs. The best loss and metric are marked only if all runs use the same graph."""
     rows: list[Row] = []
 
-    def add(section: Section, title: str, values: Iterable[Any], form: Form = "text", better: Better = "") -> None:
+    def add(section: _Section, title: str, values: Iterable[Any], form: _Form = "text", better: _Better = "") -> None:
         row = Row(section, title, tuple(values), form, better)
         if any(value is not None for value in row.values):
             rows.append(row)
@@ -261,7 +261,7 @@ def compare(runs: Sequence[RunFigures]) -> Comparison:
             add("step", kind, (one and one.spent[kind] for one in profiles), "spent")
 
     # Curves, if all runs have the same metric.
-    curves: list[tuple[Section, list[dict[int, float]], Better]] = [("loss", losses, "less")]
+    curves: list[tuple[_Section, list[dict[int, float]], _Better]] = [("loss", losses, "less")]
     if len({run.metric for run in runs}) == 1:
         curves.append(("metric", [run.metric_by_epoch() for run in runs], runs[0].metric.better))
     for section, of_runs, better in curves:
@@ -324,7 +324,7 @@ def _is_of(key: str, sections: Iterable[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 
-_TITLES: dict[Section, str] = {
+_TITLES: dict[_Section, str] = {
     "config": "config, where it differs",
     "results": "results",
     "speed": "speed",
@@ -374,7 +374,7 @@ def rendered(comparison: Comparison) -> Table:
     return table
 
 
-_FORMS: Mapping[Form, Callable[[Any], str]] = {
+_FORMS: Mapping[_Form, Callable[[Any], str]] = {
     "score": "{:.4f}".format,
     "seconds": lambda value: f"{value:.2f} s" if value < 60 else seconds_words(value),
     "rate": "{:,.0f}".format,

@@ -50,12 +50,6 @@ def explanations() -> dict[str, Explanation]:
     return {entry.code: entry for section in sections() for entry in section.entries}
 
 
-def code_of_exception(exception: str) -> str:
-    """Return the code for the last line of a traceback, as ``ModuleNotFoundError: …``; '' if its type has none."""
-    kind = exception.partition(":")[0]
-    return next((entry.code for entry in explanations().values() if kind in entry.exceptions), "")
-
-
 def search(words: str) -> list[Explanation]:
     """Return the explanations of a code, of a pasted message of others, or that contain all ``words``."""
     if words in explanations():

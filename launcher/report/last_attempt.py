@@ -10,7 +10,7 @@ from launcher.node.spec import Crew
 from launcher.plan.model import LaunchPlan, NodePlan
 
 #: ``state.json`` or ``result.json`` by node_rank; empty or None for a node without one.
-Reports = Mapping[int, Mapping[str, Any] | None]
+_Reports = Mapping[int, Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class LastAttempt:
     report: Mapping[str, Any]  #: of the lead node or, if missing, another node's newest report; {} without any
 
     @staticmethod
-    def of(reports: Reports, lead: int) -> LastAttempt:
+    def of(reports: _Reports, lead: int) -> LastAttempt:
         """Find the last attempt in ``reports``. ``lead``: lead node of the first attempt."""
         known = {k: report for k, report in reports.items() if report and report.get("restarts")}
         if not known:
@@ -53,7 +53,7 @@ class LastAttempt:
         return {node.node_rank: tuple(ranks.get(str(node.node_rank), ())) for node in nodes}
 
 
-def checkpoint_node(reports: Reports, lead: int) -> int | None:
+def checkpoint_node(reports: _Reports, lead: int) -> int | None:
     """Return the node from which the checkpoint of a run with ``run.restarts`` is fetched; None for other runs.
 
     This is the node of rank 0 in the last attempt or, without a report from it, another node of that attempt.

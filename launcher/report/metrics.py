@@ -82,7 +82,7 @@ class Curves:
             points = self.steps.setdefault(int(epoch), {}).setdefault(rank, [])
             points.append((x, loss))
             if len(points) > 20 * POINTS:
-                points[:] = thinned(sorted(points))
+                points[:] = _thinned(sorted(points))
         elif kind == "epoch" and isinstance(rank, int):
             losses, epoch = line.get("step_loss"), number(line.get("epoch"))  # those over all ranks
             if isinstance(losses, list) and losses and epoch is not None:
@@ -93,9 +93,9 @@ class Curves:
                 ]
                 self.covered.add(int(epoch))
                 self.steps.pop(int(epoch), None)
-                self.losses += thinned(points)
+                self.losses += _thinned(points)
                 if len(self.losses) > 20 * POINTS:
-                    self.losses = thinned(self.losses)
+                    self.losses = _thinned(self.losses)
             self.epochs.append({name: value for name, value in line.items() if name != "step_loss"})
         elif kind == "eval":
             self.metric = self.metric or metric_of([line])
@@ -120,11 +120,11 @@ class Curves:
             if epoch is not None and loss is not None:
                 mean.setdefault(epoch, loss)
         return Series(
-            tuple(thinned(self.losses + steps)),
+            tuple(_thinned(self.losses + steps)),
             tuple(sorted(mean.items())),
             self.metric or TaskMetric(),
             {split: tuple(sorted(points.items())) for split, points in sorted(self.evals.items())},
-            {rank: tuple(thinned(curve.points)) for rank, curve in sorted(self.speed.items())},
+            {rank: tuple(_thinned(curve.points)) for rank, curve in sorted(self.speed.items())},
             tuple(sorted(self.epochs, key=lambda line: int(line["rank"]))),
         )
 
@@ -133,7 +133,7 @@ def _mean_point(points: Sequence[Point]) -> Point:
     return sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points)
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def _thinned(points: Sequence[Point]) -> list[Point]:
     """Return at most ``POINTS`` points; neighbouring points are replaced by their mean."""
     size = math.ceil(len(points) / POINTS) if points else 1
     if size == 1:

@@ -11,7 +11,7 @@ from typing import Any
 from launcher.errors import node_label
 from launcher.node import exit_description
 from launcher.node.exit_description import Failure
-from launcher.report.explain import code_of_exception
+from launcher.report.explain import explanations
 from launcher.text import count, spans
 
 _LAST_LINES = 12
@@ -153,7 +153,8 @@ class Outcome:
         if self.oom:
             return "out-of-memory"
         if exception := exit_description.exception_of(vars(self)):
-            return code_of_exception(exception)
+            kind = exception.partition(":")[0]  # of the last line of a traceback, as ``ModuleNotFoundError: …``
+            return next((entry.code for entry in explanations().values() if kind in entry.exceptions), "")
         if self.signal:
             return "crashed" if self.signal in exit_description.CRASHES else "killed"
         return "node-lost" if self.name == "node" else ""

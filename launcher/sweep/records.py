@@ -16,7 +16,7 @@ from launcher.files import write_whole
 from launcher.sweep.space import Space
 from trainer.core.typed import parse_json
 
-State = Literal["waiting", "running", "done", "pruned", "failed"]
+_State = Literal["waiting", "running", "done", "pruned", "failed"]
 
 _NAME = "sweep.json"
 
@@ -45,7 +45,7 @@ class Trial(msgspec.Struct):
 
     number: int
     values: dict[str, str]  #: by config key, as in ``--set``
-    state: State = "waiting"
+    state: _State = "waiting"
     attempt: int = 1  #: number of its run, for the run id
     losses: int = 0  #: how many of its runs have lost a host
     hosts: tuple[str, ...] = ()  #: names of the nodes of this attempt or, while it waits, none

@@ -18,7 +18,7 @@ from launcher.run.config_of_options import read_config
 from launcher.run.options import LaunchOptions
 from launcher.yaml_tree import FLOAT
 
-Values = Mapping[str, str]  #: config key → value as in ``--set``
+_Values = Mapping[str, str]  #: config key → value as in ``--set``
 
 _RANGE = re.compile(r"(?P<low>[^,]+?)\.\.(?P<high>[^,]+?)(?P<log>,\s*log)?")
 
@@ -130,7 +130,7 @@ def checked_space(options: LaunchOptions, space: Space, first_hosts: Callable[[C
     hosts = tuple(first_hosts(config))
     problems: dict[Problem, None] = {}
 
-    def load(values: Values) -> ClusterConfig | None:
+    def load(values: _Values) -> ClusterConfig | None:
         overrides = (*options.overrides, *(f"{key}={text}" for key, text in values.items()))
         try:
             return read_config(replace(options, overrides=overrides, include=hosts or options.include))

@@ -153,13 +153,13 @@ class _Live:
     leaving: bool = False  #: the sweep ends; what runs goes on
     doubted: list[tuple[TrialRun, Ending]] = field(default_factory=list)  #: ended; their hosts are to be checked
     unreached: list[tuple[TrialRun, Ending]] = field(default_factory=list)  #: may go on, while no host answers
-    check: Check | None = None  #: in progress
+    check: _Check | None = None  #: in progress
     checked: float = 0.0  #: monotonic seconds of the last check
     last_look: bool = False  #: the lost hosts were checked once more when nothing ran
 
 
 @dataclass(frozen=True)
-class Check:
+class _Check:
     """A check of hosts, in a thread: which of ``names`` do not answer, to decide about ``doubted``."""
 
     answer: Future[set[str]]
@@ -339,7 +339,7 @@ class Sweep:
                 names = {name for run, _ in doubted for name in run.trial.hosts} | self.pool.lost
                 if any(ending.kind == "unfollowed" for _, ending in doubted):
                     names = {*self.pool.names}
-                now.check = Check(checks.submit(unreachable, self.config, [*names]), names, doubted)
+                now.check = _Check(checks.submit(unreachable, self.config, [*names]), names, doubted)
                 now.checked, now.last_look, now.doubted, now.unreached = time.monotonic(), not self.runs, [], []
             return
         if not check.answer.done():

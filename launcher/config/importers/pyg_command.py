@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from launcher.errors import UsageError
 
 #: Examples of torch_geometric.distributed, which the bundled trainer replaces.
-EXAMPLES = {
+_EXAMPLES = {
     "e2e_homo.py", "e2e_hetero.py", "node_ogb_cpu.py", "distributed_cpu.py", "dist_train_sage_for_homo.py",
     "dist_train_sage_for_hetero.py",
 }  # fmt: skip
@@ -36,7 +36,7 @@ class Remote:
 
     @property
     def is_example(self) -> bool:
-        return posixpath.basename(self.script) in EXAMPLES
+        return posixpath.basename(self.script) in _EXAMPLES
 
     @property
     def own_command(self) -> tuple[str, ...]:

@@ -132,9 +132,6 @@ def _library() -> str:
     return base64.b64encode(gzip.compress(file.read_bytes(), 6, mtime=0)).decode()
 
 
-NAME = "report.html"
-
-
 def write_html(
     folder: Path, dest: Path | None = None, *, runs_dirs: Sequence[Path] = (), idle: float = 0.0,
     metrics: Metrics | None = None,
@@ -145,7 +142,7 @@ def write_html(
     that this run resumed. ``idle``, ``metrics``: as of ``read_record``. Raises
     FleetError if the report cannot be built, OSError if it cannot be written.
     """
-    path = dest or folder / NAME
+    path = dest or folder / "report.html"
     write_whole(
         path, render(report_page(read_record(folder, runs_dirs=runs_dirs, idle=idle, metrics=metrics))), private=True
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -28,13 +28,11 @@ from launcher.report.html.record import RunRecord
 from launcher.report.html.timeline import timeline_chart
 from launcher.report.metrics import number
 from launcher.report.outcome import aftermath_of
-from launcher.report.profile import RankTraffic, rank_name
+from launcher.report.profile import rank_name
 from launcher.report.run_folder import tracked_runs
 from launcher.report.task_metric import metric_of, score_text
 from launcher.report.verdict import from_here
 from launcher.text import count, seconds_words, spans
-
-Pairs = Mapping[tuple[int, int], Mapping[str, float]]  #: (requesting node, owner node) → sums of rows and bytes
 
 
 def _traffic_blocks(record: RunRecord) -> Iterator[Block]:
@@ -45,7 +43,13 @@ def _traffic_blocks(record: RunRecord) -> Iterator[Block]:
     ranks, plan = record.metrics.analysis.traffic, record.found.plan
     if not any(rank.sums["remote_bytes"] for rank in ranks):
         return
-    pairs = pairs_of(ranks)
+    # Remote rows and bytes by (requesting node, answering node), summed over ranks and epochs.
+    pairs: dict[tuple[int, int], dict[str, float]] = {}
+    for rank in ranks:
+        for host, values in rank.by_host.items() if rank.node is not None else ():
+            of_pair = pairs.setdefault((rank.node or 0, host), {})
+            for name, value in values.items():
+                of_pair[name] = of_pair.get(name, 0.0) + value
     if pairs and plan:
         # Heat maps of bytes and of cached rows.
         asking, asked = sorted({i for i, _ in pairs}), sorted({j for _, j in pairs})
@@ -78,17 +82,6 @@ def _traffic_blocks(record: RunRecord) -> Iterator[Block]:
     yield Table(columns, rows, "All epochs")
     if record.metrics.analysis.profile and (predicted := record.metrics.analysis.profile.predicted) is not None:
         yield Words((f"Predicted before the first epoch: {decimal(round(predicted))} per epoch.",))
-
-
-def pairs_of(ranks: Iterable[RankTraffic]) -> Pairs:
-    """Return remote rows and bytes by (requesting node, answering node), summed over ranks and epochs."""
-    found: dict[tuple[int, int], dict[str, float]] = {}
-    for rank in ranks:
-        for host, values in rank.by_host.items() if rank.node is not None else ():
-            sums = found.setdefault((rank.node or 0, host), {})
-            for name, value in values.items():
-                sums[name] = sums.get(name, 0.0) + value
-    return found
 
 
 def _share(part: float, whole: float) -> str:

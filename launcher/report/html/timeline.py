@@ -33,7 +33,7 @@ _BAD = frozenset({"node-lost", "start-failed", "line-lost", "nan", "stall", "giv
 
 
 @dataclass(frozen=True)
-class Span:
+class _Span:
     """A bar in the timeline: a stage of the launch, or a process's lifetime. Times are seconds since the launch."""
 
     row: str
@@ -44,7 +44,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Mark:
+class _Mark:
     """A mark in the timeline for an event or a finding; ``at`` is in seconds since the launch."""
 
     row: str
@@ -65,7 +65,7 @@ def timeline_chart(record: RunRecord) -> Chart | None:
     ends = [*times[1:], _end(record)][: len(times)]
     for event, begin, end in zip(stages, times, ends, strict=True):
         if event.get("stage") != "end":
-            spans.append(Span("launcher", begin, max(begin, end), "stage", str(event.get("stage"))))
+            spans.append(_Span("launcher", begin, max(begin, end), "stage", str(event.get("stage"))))
     spans += _lives(record)
     if not spans:
         return None
@@ -77,13 +77,13 @@ def timeline_chart(record: RunRecord) -> Chart | None:
         if kind in _MARKS:
             more = event.get("why") or event.get("reason") or event.get("text") or ""
             words = _MARKS[kind] + (f": {more}" if more else "")
-            marks.append(Mark(_row(record, event), _since(record, event), words, kind in _BAD))
+            marks.append(_Mark(_row(record, event), _since(record, event), words, kind in _BAD))
     for finding in record.result.get("findings", ()):
         kind = str(finding.get("kind"))
-        marks.append(Mark(_row(record, finding), _since(record, finding), finding_words(finding), kind in _BAD))
+        marks.append(_Mark(_row(record, finding), _since(record, finding), finding_words(finding), kind in _BAD))
     if record.first and record.first.ended:
         row, at = f"node{record.first.node_rank}/{record.first.name}", record.first.ended - record.started
-        marks.append(Mark(row, at, f"first failure: {record.first.sentence}", True))
+        marks.append(_Mark(row, at, f"first failure: {record.first.sentence}", True))
 
     rows = list(dict.fromkeys([*(span.row for span in spans), *(mark.row for mark in marks)]))
     data: list[dict[str, Any]] = []
@@ -116,7 +116,7 @@ def timeline_chart(record: RunRecord) -> Chart | None:
     return Chart("timeline", "Timeline", [trace for trace in data if trace["y"]], layout, 150 + 24 * len(rows))
 
 
-def _lives(record: RunRecord) -> Iterator[Span]:
+def _lives(record: RunRecord) -> Iterator[_Span]:
     """Yield the lifetimes of all processes; if there are many, one per node.
 
     Times are by this machine's clock if the run has ended and did not restart, else by the nodes' clocks.
@@ -127,7 +127,7 @@ def _lives(record: RunRecord) -> Iterator[Span]:
             state = "failed" if outcome.failed and not outcome.stopped else "stopped" if outcome.stopped else "ended"
             row = f"node{outcome.node_rank}/{outcome.name}"
             begin, end = outcome.started - record.started, outcome.ended - record.started
-            lives.append(Span(row, begin, end, state, outcome.reason))
+            lives.append(_Span(row, begin, end, state, outcome.reason))
     if not lives:
         open_spans: dict[str, float] = {}
         for event in record.events:
@@ -136,19 +136,19 @@ def _lives(record: RunRecord) -> Iterator[Span]:
                 open_spans[row] = _since(record, event)
             elif event.get("kind") == "process-exit" and row in open_spans:
                 state = "failed" if event.get("failed") else "stopped" if event.get("stopped") else "ended"
-                lives.append(Span(row, open_spans.pop(row), _since(record, event), state, state))
+                lives.append(_Span(row, open_spans.pop(row), _since(record, event), state, state))
         last = _end(record)
-        lives += [Span(row, begin, max(begin, last), "running", "running") for row, begin in open_spans.items()]
+        lives += [_Span(row, begin, max(begin, last), "running", "running") for row, begin in open_spans.items()]
     if len(lives) <= _ROWS:
         yield from sorted(lives, key=lambda span: _order(span.row))
         return
-    by_node: dict[str, list[Span]] = {}
+    by_node: dict[str, list[_Span]] = {}
     for span in lives:
         by_node.setdefault(span.row.partition("/")[0], []).append(span)
     for row in sorted(by_node, key=_order):
         spans = by_node[row]
         worst = next((span for span in spans if span.state == "failed"), spans[0])
-        yield Span(row, min(s.begin for s in spans), max(s.end for s in spans), worst.state, worst.words)
+        yield _Span(row, min(s.begin for s in spans), max(s.end for s in spans), worst.state, worst.words)
 
 
 def _row(record: RunRecord, event: Mapping[str, Any]) -> str:
@@ -177,7 +177,7 @@ def _order(row: str) -> tuple[int, str, int]:
     return int("".join(filter(str.isdigit, node)) or 0), name.rstrip("0123456789"), int(digits or 0)
 
 
-def _points(name: str, marks: Sequence[Mark], colour: str) -> dict[str, Any]:
+def _points(name: str, marks: Sequence[_Mark], colour: str) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "markers",

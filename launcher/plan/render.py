@@ -266,12 +266,16 @@ def _node_rows(plan: LaunchPlan, node: NodePlan, *, sizes: bool = True) -> Itera
                 named = []
                 for file in files:
                     size = f" ({decimal(file.bytes) if file.sha256 else 'made at launch'})" if sizes else ""
-                    below = file.dest.removeprefix(tops["own"])  # other files are shown by their name alone
-                    named.append((below if below != file.dest else file.dest.rpartition("/")[2]) + size)
+                    named.append(_name(node, file) + size)
                 shown = ", ".join(named)
             yield "files", f"{name}: {shown}" + (f", {decimal(_total_bytes(files))}" if sizes else "")
     logs = ["supervisor", *(["runners"] if node.ranks else []), *(["server"] if node.server else [])]
     yield "logs", f"{node.run_dir}/logs: {' '.join(f'{log}.log' for log in [*logs, *(f'rank{k}' for k in node.ranks)])}"
+
+
+def _name(node: NodePlan, file: PlannedFile) -> str:
+    top = f"{node.run_dir}/files/"
+    return file.dest.removeprefix(top) if file.dest.startswith(top) else file.dest.rpartition("/")[2]
 
 
 def _word(word: str) -> str:

@@ -55,19 +55,22 @@ def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
         (one.key, one.path) for host in facts.values() for one in host.environments if one.matched_versions == common
     )
 
-    def rank(host: HostFacts, one: Environment) -> tuple[object, ...]:
-        right_build = bool(one.versions.get("cuda")) == bool(host.gpus)
-        return (
-            one.complete,
-            one.matched_versions == common,
-            right_build,
-            paths[one.key, one.path],
-            -len(one.lacking),
-            one.numbers("torch"),
-        )
-
-    usable = {k: [one for one in host.environments if one.versions.get("torch")] for k, host in facts.items()}
-    return {k: max(usable[k], key=lambda one, k=k: rank(facts[k], one), default=None) for k in facts}  # type: ignore[misc]
+    chosen: Choice = {}
+    for k, host in facts.items():
+        usable = [one for one in host.environments if one.versions.get("torch")]
+        ranks = [
+            (
+                one.complete,
+                one.matched_versions == common,
+                bool(one.versions.get("cuda")) == bool(host.gpus),
+                paths[one.key, one.path],
+                -len(one.lacking),
+                one.numbers("torch"),
+            )
+            for one in usable
+        ]
+        chosen[k] = usable[ranks.index(max(ranks))] if usable else None
+    return chosen
 
 
 def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | None:

@@ -154,7 +154,12 @@ def figures_of(found: FoundRun, runs_dirs: Sequence[Path] = ()) -> RunFigures:
         if found.own:
             tree.pop("train", None)
         for key in dict.fromkeys(key for node in of_nodes for key in node):
-            config[f"nodes.*.{key}"] = _merged([node.get(key) for node in of_nodes])
+            values = [node.get(key) for node in of_nodes]
+            if not _unlike(values):
+                config[f"nodes.*.{key}"] = values[0]
+            else:  # different strings as a text with ranges, such as gpu[1-2]
+                texts = all(isinstance(value, str) for value in values)
+                config[f"nodes.*.{key}"] = fold(values) if texts else values
         config |= dict(_leaves(tree))
 
     # The name of the folder that has the parts on a node is their fingerprint.
@@ -295,16 +300,6 @@ def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator
 
 def _unlike(values: Iterable[Any]) -> bool:
     return len({json.dumps(value, sort_keys=True, default=str) for value in values}) > 1
-
-
-def _merged(values: Sequence[Any]) -> Any:
-    """Merge the values that a config key has on the nodes of a run.
-
-    Equal values become one value, different strings a text with ranges (``gpu[1-2]``), other values a list.
-    """
-    if not _unlike(values):
-        return values[0]
-    return fold(values) if all(isinstance(value, str) for value in values) else list(values)
 
 
 def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,7 +15,7 @@ from typing import Any
 from launcher.config.importers.base import Flags, Foreign, Source, number, section, text
 from launcher.errors import ConfigError, Problem
 from launcher.node.json_reader import loads
-from launcher.yaml_tree import Scalar, Section, Tree, YamlSequence
+from launcher.yaml_tree import Scalar, Tree, YamlSequence
 
 _IMPLICIT = ("all", "ungrouped")  #: groups that every inventory has
 
@@ -78,7 +78,33 @@ def inventory(source: Source, plugin: str, flags: Flags) -> Foreign:
     problems: list[Problem] = []
     notes = dict.fromkeys(f"ansible-inventory: {warning}" for warning in warnings)
     variables = found["_meta"]["hostvars"]
-    nodes = [_node(source, lines.get(host, 0), host, variables.get(host, {}), problems, notes) for host in hosts]
+    nodes = []
+    for host in hosts:
+        line, own = lines.get(host, 0), variables.get(host, {})
+        origin = source.origin(line)
+        items: dict[str, Tree] = {"host": text(origin, host)}
+        for name, found_value in own.items():
+            value = "" if found_value is None or isinstance(found_value, (list, dict)) else str(found_value)
+            if "{{" in value:
+                if name in _KEYS:
+                    wrong = f"{host}: {name} is a template; write the value instead"
+                    problems.append(Problem(source.name, line, wrong))
+            elif name in _KEYS and value:
+                if not (name == "ansible_python_interpreter" and value.startswith("auto")):
+                    items[_KEYS[name]] = (number if _KEYS[name] == "port" else text)(origin, value)
+            elif name in _PASSWORDS:
+                items["password"] = Scalar(origin, "true", "bool")
+                notes[f"{name} is not imported; gnnfleet asks for the password at start"] = None
+            elif name == "ansible_connection" and value not in ("ssh", "smart", "paramiko", "paramiko_ssh"):
+                wrong = f"{host}: ansible_connection={value}: gnnfleet supports only ssh"
+                problems.append(Problem(source.name, line, wrong))
+            elif name in _COUNTS:
+                notes[f"{name} of hosts is not used; add --set 'nodes.*.procs=4', or write `host slots=4` lines"] = None
+            elif name in _JUMPS:
+                notes[f"{name} is not imported; put a ProxyJump into ~/.ssh/config, which gnnfleet reads"] = None
+        if host == "localhost" and "host" not in {_KEYS.get(name) for name in own}:
+            notes["localhost is reached by ssh; add --set transport=local to run nodes without SSH"] = None
+        nodes.append(section(origin, items))
     if problems:
         raise ConfigError(problems)
     kind = f"an Ansible inventory{' in YAML' if plugin == 'yaml' else ''}, group {', '.join(chosen)}"
@@ -119,33 +145,3 @@ def _listed(source: Source, plugin: str) -> tuple[dict[str, Any], list[str]]:
     except ValueError as error:
         raise source.error(0, f"{name} --list did not print JSON: {error}") from None
     return found, [line.removeprefix(_WARNING) for line in said if line.startswith(_WARNING)]
-
-
-def _node(
-    source: Source, line: int, host: str, variables: Mapping[str, Any], problems: list[Problem], notes: dict[str, None]
-) -> Section:
-    """Convert a host and its variables to a node; append errors to ``problems`` and hints to ``notes``."""
-    origin = source.origin(line)
-    items: dict[str, Tree] = {"host": text(origin, host)}
-    for name, found in variables.items():
-        value = "" if found is None or isinstance(found, (list, dict)) else str(found)
-        if "{{" in value:
-            if name in _KEYS:
-                words = f"{host}: {name} is a template; write the value instead"
-                problems.append(Problem(source.name, line, words))
-        elif name in _KEYS and value:
-            if not (name == "ansible_python_interpreter" and value.startswith("auto")):
-                items[_KEYS[name]] = (number if _KEYS[name] == "port" else text)(origin, value)
-        elif name in _PASSWORDS:
-            items["password"] = Scalar(origin, "true", "bool")
-            notes[f"{name} is not imported; gnnfleet asks for the password at start"] = None
-        elif name == "ansible_connection" and value not in ("ssh", "smart", "paramiko", "paramiko_ssh"):
-            words = f"{host}: ansible_connection={value}: gnnfleet supports only ssh"
-            problems.append(Problem(source.name, line, words))
-        elif name in _COUNTS:
-            notes[f"{name} of hosts is not used; add --set 'nodes.*.procs=4', or write `host slots=4` lines"] = None
-        elif name in _JUMPS:
-            notes[f"{name} is not imported; put a ProxyJump into ~/.ssh/config, which gnnfleet reads"] = None
-    if host == "localhost" and "host" not in {_KEYS.get(name) for name in variables}:
-        notes["localhost is reached by ssh; add --set transport=local to run nodes without SSH"] = None
-    return section(origin, items)

@@ -123,11 +123,50 @@ def _node_data(
     of: NodeType, graph: RawGraph, options: SourceOptions, notes: list[str], scratch: Scratch | None
 ) -> NodeData:  # fmt: skip
     num_nodes, arrays = graph.num_nodes[of], dict(graph.nodes.get(of, {}))
-    splits = _splits(arrays, num_nodes, options)
+
+    # The arrays ``<split>_idx`` and ``<split>_mask``.
+    splits: dict[str, Ids] = {}
+    for key in sorted(key for key in arrays if split_prefix(key) is not None):
+        prefix, array = str(split_prefix(key)), arrays.pop(key)
+        name = _SPLIT_NAMES.get(prefix, prefix)
+        if name in splits:
+            raise DataError(f"{array.place}: split {name!r} is given twice, as ids and as a mask; remove one")
+        if key.endswith("_mask") and array.values.dtype.kind != "b":
+            raise DataError(
+                f"{array.place}: a mask of {array.values.dtype}, expected booleans; "
+                f"name it {prefix}_idx if it holds ids"
+            )
+        values = array.values
+        if values.ndim == 2 and values.dtype.kind == "b":
+            if options.split is None or not 0 <= options.split < values.shape[1]:
+                raise DataError(
+                    f"{array.place}: the mask has {values.shape[1]} columns; choose one with option split (from 0)"
+                )
+            values = values[:, options.split]
+        splits[name] = _split_ids(values, num_nodes, array.place)
+    usual = [name for name in ("train", "val", "test") if name in splits]
+    splits = {name: splits[name] for name in dict.fromkeys([*usual, *splits])}
     kept = _attrs(arrays, ("x", "y", *(options.time_attrs or ())), num_nodes, "nodes" + _of(of), notes)
     if "x" in kept:
         x = kept["x"]
-        _check_features(x.values, x.bfloat16, x.place)
+        if x.values.ndim < 2:
+            raise DataError(
+                f"{x.place}: shape is {list(x.values.shape)}, expected [number of nodes, number of features]; "
+                "reshape it, or give it another name"
+            )
+        for start in range(0, num_nodes if x.bfloat16 or x.values.dtype.kind in "fc" else 0, _ROWS_AT_ONCE):
+            rows = x.values[start : start + _ROWS_AT_ONCE]
+            finite = _finite(rows, x.bfloat16)
+            if not finite.all():
+                at = np.argwhere(~finite)[0]
+                value = "NaN or infinity" if x.bfloat16 else rows[tuple(at)]
+                rest = (x.values[k : k + _ROWS_AT_ONCE] for k in range(start, num_nodes, _ROWS_AT_ONCE))
+                number = sum(each.size - int(np.count_nonzero(_finite(each, x.bfloat16))) for each in rest)
+                more = f" (the first of {number:,} such values)" if number > 1 else ""
+                raise DataError(
+                    f"{x.place}: {value} at {[int(at[0]) + start, *at[1:].tolist()]}{more}; "
+                    "features must be finite, replace NaN and infinity first"
+                )
         if x.values.ndim > 2:
             notes.append(f"{x.place}: shape is {list(x.values.shape)}; the bundled models need [nodes, features]")
         if options.normalize_features:
@@ -138,31 +177,6 @@ def _node_data(
     num_classes = _classes(kept, splits, requested, notes)
     attrs = {name: array.values for name, array in kept.items()}
     return NodeData(num_nodes, attrs, splits, num_classes, _bfloat16(kept))
-
-
-def _check_features(x: Array, bfloat16: bool, where: str) -> None:
-    """Raise ``DataError`` unless ``x`` has at least two dimensions, [N, F, …], and is finite.
-
-    ``bfloat16``: whether ``x`` is uint16 with the bits of bfloat16 numbers.
-    """
-    if x.ndim < 2:
-        raise DataError(
-            f"{where}: shape is {list(x.shape)}, expected [number of nodes, number of features]; "
-            "reshape it, or give it another name"
-        )
-    for start in range(0, len(x) if bfloat16 or x.dtype.kind in "fc" else 0, _ROWS_AT_ONCE):
-        rows = x[start : start + _ROWS_AT_ONCE]
-        finite = _finite(rows, bfloat16)
-        if not finite.all():
-            at = np.argwhere(~finite)[0]
-            value = "NaN or infinity" if bfloat16 else rows[tuple(at)]
-            rest = (x[k : k + _ROWS_AT_ONCE] for k in range(start, len(x), _ROWS_AT_ONCE))
-            number = sum(each.size - int(np.count_nonzero(_finite(each, bfloat16))) for each in rest)
-            more = f" (the first of {number:,} such values)" if number > 1 else ""
-            raise DataError(
-                f"{where}: {value} at {[int(at[0]) + start, *at[1:].tolist()]}{more}; "
-                "features must be finite, replace NaN and infinity first"
-            )
 
 
 def _finite(rows: Array, bfloat16: bool) -> Array:
@@ -355,31 +369,6 @@ def _attrs(arrays: RawArrays, needed: tuple[str, ...], rows: int, of: str, notes
 def _is_number(values: Array) -> bool:
     """Return whether ``values`` are booleans or numbers of at most 64 bits (complex: 128 bits)."""
     return values.dtype.kind in "biufc" and values.dtype.itemsize <= (16 if values.dtype.kind == "c" else 8)
-
-
-def _splits(arrays: dict[str, RawArray], num_nodes: int, options: SourceOptions) -> dict[str, Ids]:
-    """Remove the arrays ``<split>_idx`` and ``<split>_mask`` from ``arrays``, and return the node ids of each split."""
-    splits: dict[str, Ids] = {}
-    for key in sorted(key for key in arrays if split_prefix(key) is not None):
-        prefix, array = str(split_prefix(key)), arrays.pop(key)
-        name = _SPLIT_NAMES.get(prefix, prefix)
-        if name in splits:
-            raise DataError(f"{array.place}: split {name!r} is given twice, as ids and as a mask; remove one")
-        if key.endswith("_mask") and array.values.dtype.kind != "b":
-            raise DataError(
-                f"{array.place}: a mask of {array.values.dtype}, expected booleans; "
-                f"name it {prefix}_idx if it holds ids"
-            )
-        values = array.values
-        if values.ndim == 2 and values.dtype.kind == "b":
-            if options.split is None or not 0 <= options.split < values.shape[1]:
-                raise DataError(
-                    f"{array.place}: the mask has {values.shape[1]} columns; choose one with option split (from 0)"
-                )
-            values = values[:, options.split]
-        splits[name] = _split_ids(values, num_nodes, array.place)
-    usual = [name for name in ("train", "val", "test") if name in splits]
-    return {name: splits[name] for name in dict.fromkeys([*usual, *splits])}
 
 
 def _split_ids(values: Array, num_nodes: int, where: str) -> Ids:

@@ -39,7 +39,38 @@ def dataset_of(data: Data | HeteroData, name: str, time_attrs: tuple[str, ...] =
     edges: dict[EdgeType, EdgeData] = {}
     hetero = isinstance(data, HeteroData)
     for store in data.node_stores:
-        nodes[store._key if hetero else HOMO_NODE] = _node_data(store, name)
+        found = store.num_nodes
+        if found is None:
+            raise DataError(f"{name}: the number of nodes{_of(store)} is unknown; set num_nodes")
+        num_nodes = int(found)
+        had_num_nodes = "num_nodes" in store
+        store.num_nodes = num_nodes  # PyG prints a warning if it has to infer the number of nodes
+        try:
+            for key in store:
+                store.is_node_attr(key)
+        finally:
+            if not had_num_nodes:
+                del store["num_nodes"]
+        for key, value in store.items():
+            if not (key.endswith("_mask") and _is_dense(value) and value.dim() and str(value.dtype) == "torch.bool"):
+                continue
+            if not (store.is_node_attr(key) or store.is_edge_attr(key)):
+                warnings.warn(
+                    f"{name}: {key}{_of(store)} has {len(value)} entries, but the graph has {num_nodes} nodes: it is "
+                    "not used as a split",
+                    stacklevel=3,
+                )
+        attrs, bfloat16 = _arrays(
+            {key: value for key, value in store.items() if _by_row(key, value, store, edges=False)}
+        )
+        masks = {key: mask for key, mask in attrs.items() if key.endswith("_mask") and mask.dtype.kind == "b"}
+        full = {key.removesuffix("_mask"): mask for key, mask in masks.items() if mask.shape == (num_nodes,)}
+        splits = {key: mask.nonzero()[0] for key, mask in full.items()}
+        y, num_classes = None if "y" in bfloat16 else attrs.get("y"), 0
+        if y is not None and y.ndim == 1 and y.dtype.kind in "iu" and len(y) and int(y.min()) >= -1:
+            num_classes = int(y.max()) + 1
+        of = store._key if hetero else HOMO_NODE
+        nodes[of] = NodeData(num_nodes, attrs, splits, num_classes, bfloat16)
     for store in data.edge_stores:
         attrs, bfloat16 = _arrays(
             {key: value for key, value in store.items() if _by_row(key, value, store, edges=True)}
@@ -77,38 +108,6 @@ def shared_array(tensor: torch.Tensor) -> Array:
     tensor = tensor.detach().cpu()
     array: Array = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array
-
-
-def _node_data(store: Any, name: str) -> NodeData:
-    found = store.num_nodes
-    if found is None:
-        raise DataError(f"{name}: the number of nodes{_of(store)} is unknown; set num_nodes")
-    num_nodes = int(found)
-    had_num_nodes = "num_nodes" in store
-    store.num_nodes = num_nodes  # PyG prints a warning if it has to infer the number of nodes
-    try:
-        for key in store:
-            store.is_node_attr(key)
-    finally:
-        if not had_num_nodes:
-            del store["num_nodes"]
-    for key, value in store.items():
-        if not (key.endswith("_mask") and _is_dense(value) and value.dim() and str(value.dtype) == "torch.bool"):
-            continue
-        if not (store.is_node_attr(key) or store.is_edge_attr(key)):
-            warnings.warn(
-                f"{name}: {key}{_of(store)} has {len(value)} entries, but the graph has {num_nodes} nodes: it is not "
-                "used as a split",
-                stacklevel=4,
-            )
-    attrs, bfloat16 = _arrays({key: value for key, value in store.items() if _by_row(key, value, store, edges=False)})
-    masks = {key: mask for key, mask in attrs.items() if key.endswith("_mask") and mask.dtype.kind == "b"}
-    full = {key.removesuffix("_mask"): mask for key, mask in masks.items() if mask.shape == (num_nodes,)}
-    splits = {key: mask.nonzero()[0] for key, mask in full.items()}
-    y, num_classes = None if "y" in bfloat16 else attrs.get("y"), 0
-    if y is not None and y.ndim == 1 and y.dtype.kind in "iu" and len(y) and int(y.min()) >= -1:
-        num_classes = int(y.max()) + 1
-    return NodeData(num_nodes, attrs, splits, num_classes, bfloat16)
 
 
 def _edge_index(store: Any, name: str) -> Array:

@@ -145,7 +145,17 @@ def _homogeneous(raw: RawGraph, options: SourceOptions) -> RawGraph:
     if "edge_index" not in raw.plain:
         found = ", ".join(sorted(raw.plain)) or "nothing"
         raise DataError(f"{raw.name}: no edge_index; expected integers [2, number of edges], found {found}")
-    num_nodes = _homogeneous_nodes(raw, options)
+    rows = [raw.plain[name].rows for name in ("x", "y") if name in raw.plain and raw.plain[name].values.ndim]
+    if options.num_nodes is not None:
+        num_nodes = options.num_nodes
+        if not 0 <= num_nodes < 1 << 63:
+            raise DataError(f"{raw.name}: option num_nodes is {num_nodes}, expected the number of nodes")
+    elif HOMO_NODE in raw.num_nodes:
+        num_nodes = raw.num_nodes[HOMO_NODE]
+    elif rows:
+        num_nodes = rows[0]
+    else:  # not the largest id in the edges, since the last nodes may have no edges
+        raise DataError(f"{raw.name}: the number of nodes is unknown without x and y; give option num_nodes")
     shape = raw.plain["edge_index"].values.shape
     num_edges = shape[1] if len(shape) == 2 else -1
     links = link_arrays(raw.plain)
@@ -169,21 +179,6 @@ def _owner(name: str, array: RawArray, num_nodes: int, num_edges: int) -> str:
     if rows == num_edges and (rows != num_nodes or name.startswith("edge_")):
         return "edge"
     return "node" if rows == num_nodes else ""
-
-
-def _homogeneous_nodes(raw: RawGraph, options: SourceOptions) -> int:
-    """Return the number of nodes: from the options, the source, or the rows of x or y."""
-    if options.num_nodes is not None:
-        if not 0 <= options.num_nodes < 1 << 63:
-            raise DataError(f"{raw.name}: option num_nodes is {options.num_nodes}, expected the number of nodes")
-        return options.num_nodes
-    if HOMO_NODE in raw.num_nodes:
-        return raw.num_nodes[HOMO_NODE]
-    for name in ("x", "y"):
-        if name in raw.plain and raw.plain[name].values.ndim:
-            return raw.plain[name].rows
-    # Not the largest id in the edges, since the last nodes may have no edges.
-    raise DataError(f"{raw.name}: the number of nodes is unknown without x and y; give option num_nodes")
 
 
 def _belongs_to_nodes(name: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from trainer.core.graph_attrs import (
 )
 from trainer.core.row_sort import Scratch
 from trainer.core.schema import EdgeType, NodeType, type_name
-from trainer.data.dataset import Dataset, EdgeData, NodeData
+from trainer.data.dataset import Dataset, EdgeData
 from trainer.data.work_arrays import kept_edges, kept_rows, slices
 
 _Flags = npt.NDArray[np.bool_]
@@ -58,6 +57,16 @@ def subset_of(dataset: Dataset, num_nodes: int | None, scratch: Scratch | None =
         )
     kept = _snowball(dataset, num_nodes)
     numbers = {of: np.cumsum(flags) - 1 for of, flags in kept.items()}
+    nodes = {}
+    for of, data in dataset.nodes.items():
+        own, count, rows = kept[of], int(np.count_nonzero(kept[of])), {}
+        for name, values in data.attrs.items():
+            path = None if scratch is None else scratch.folder / f"subset-{of}-{name}.npy"
+            rows[name] = kept_rows(values, own.__getitem__, count, path)
+        splits = {name: numbers[of][ids[own[ids]]] for name, ids in data.splits.items()}
+        nodes[of] = replace(data, num_nodes=count, attrs=rows, splits=splits)
+
+    # Held-out links, without those of nodes that are left out.
     attrs, types = dict(dataset.graph_attrs), {type_name(of): of for of in dataset.edges}
     for names in ((VAL_LINKS, VAL_TIMES, VAL_TYPES), (TEST_LINKS, TEST_TIMES, TEST_TYPES)):
         if names[0] not in attrs:
@@ -67,16 +76,16 @@ def subset_of(dataset: Dataset, num_nodes: int | None, scratch: Scratch | None =
         stay = np.zeros(len(row), bool)
         for k, name in enumerate(held_out_names(attrs)):
             source, _, target = types[name]
-            own = np.flatnonzero(row == k)
-            own = own[kept[source][ends[0, own]] & kept[target][ends[1, own]]]
-            ends[:, own] = numbers[source][ends[0, own]], numbers[target][ends[1, own]]
-            stay[own] = True
+            at = np.flatnonzero(row == k)
+            at = at[kept[source][ends[0, at]] & kept[target][ends[1, at]]]
+            ends[:, at] = numbers[source][ends[0, at]], numbers[target][ends[1, at]]
+            stay[at] = True
         for name in names:
             if name in attrs:
                 attrs[name] = (ends if name == names[0] else np.asarray(attrs[name]))[..., stay]
     return replace(
         dataset,
-        nodes={of: _kept_nodes(of, data, kept[of], numbers[of], scratch) for of, data in dataset.nodes.items()},
+        nodes=nodes,
         edges={of: _kept_edges(of, data, kept, numbers, scratch) for of, data in dataset.edges.items()},
         graph_attrs=attrs,
         notes=(*dataset.notes, f"a subset of {num_nodes:,} of {dataset.num_nodes:,} nodes (option subset)"),
@@ -123,22 +132,6 @@ def _add(
     for k, of in enumerate(types):
         first = ends[k] - len(pools[of])
         kept[of][pools[of][chosen[(chosen >= first) & (chosen < ends[k])] - first]] = True
-
-
-def _kept_nodes(
-    of: NodeType, data: NodeData, kept: _Flags, numbers: npt.NDArray[np.int64], scratch: Scratch | None
-) -> NodeData:  # fmt: skip
-    count = int(np.count_nonzero(kept))
-
-    def path(name: str) -> Path | None:
-        return None if scratch is None else scratch.folder / f"subset-{of}-{name}.npy"
-
-    return replace(
-        data,
-        num_nodes=count,
-        attrs={name: kept_rows(each, kept.__getitem__, count, path(name)) for name, each in data.attrs.items()},
-        splits={name: numbers[ids[kept[ids]]] for name, ids in data.splits.items()},
-    )
 
 
 def _kept_edges(

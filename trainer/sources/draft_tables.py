@@ -424,8 +424,8 @@ def _draft(found: list[_Found]) -> dict[str, Any]:
     types = {table.file: table.node_type for table in nodes}
     edges = [table for table in edges if all(end.file in types for _, end in ends[table.file])]
     keys = {table.file: _keys(table, nodes) for table in nodes}
-    if not edges and (pairs := _pairs(found, ends, referenced)):
-        return _draft_of_pairs(found, pairs)
+    if not edges and (drafted := _draft_of_pairs(found, ends, referenced)):
+        return drafted
     if not edges and (not any(keys.values()) or any(map(_why_no_id, found))):
         have = ", ".join(f"{table.file} ({', '.join(one.name for one in table.columns[:8])})" for table in found)
         raise DataError(
@@ -786,13 +786,15 @@ class _Type:
     has_table: bool
 
 
-_Pairs: TypeAlias = list[tuple[_Found, list[tuple[_Column, _Type]]]]  #: tables of edges, with their source and target
+def _draft_of_pairs(
+    found: list[_Found], ends: Mapping[str, list[tuple[_Column, _Found]]], referenced: set[str]
+) -> dict[str, Any]:
+    """Draft the tables with two columns of repeated ids as edges; {} if there are none.
 
-
-def _pairs(found: list[_Found], ends: Mapping[str, list[tuple[_Column, _Found]]], referenced: set[str]) -> _Pairs:
-    """Return the tables with two columns of repeated ids. Columns of equal ids belong to one node type."""
+    Columns of equal ids belong to one node type.
+    """
     types: list[_Type] = []
-    pairs: _Pairs = []
+    pairs: list[tuple[_Found, list[tuple[_Column, _Type]]]] = []  # tables of edges, with their source and target
     for table in sorted(found, key=lambda one: (len(one.keys) == 1, -one.rows)):
         known = {column.name: node for column, node in ends[table.file]}
         own: list[tuple[_Column, _Type]] = []
@@ -813,7 +815,25 @@ def _pairs(found: list[_Found], ends: Mapping[str, list[tuple[_Column, _Found]]]
             types += [] if of in types else [of]
         if own:
             pairs.append((table, own))
-    return pairs
+    if not pairs:
+        return {}
+
+    nodes: dict[str, _Drafted] = {}
+    edges: dict[str, _Drafted] = {}
+    for table, own in pairs:
+        (source, of_source), (target, of_target) = own
+        for column, of in own:
+            if of.has_table:
+                nodes.setdefault(of.name, _node_table(of.table))
+            else:
+                nodes.setdefault(of.name, ({}, []))[1].append(f"{column.name} of {table.file}")
+        edges[f"{of_source.name}__{table.type_name}__{of_target.name}"] = _edge_table(table, [source, target])
+    for drafted, notes in nodes.values():
+        if not drafted:
+            notes[:] = ["no table: its nodes are the different values of " + ", ".join(notes) + "; a guess"]
+    used = {table.file for table, _ in pairs} | {of.table.file for _, own in pairs for _, of in own}
+    unused = {one.file: _why_no_id(one) or "it has no two columns of ids" for one in found if one.file not in used}
+    return _drafted(nodes, edges, unused)
 
 
 def _pair(table: _Found, known: Mapping[str, _Found]) -> list[_Column]:
@@ -865,25 +885,6 @@ def _is_same(one: _Type, other: _Type) -> bool:
         near = 1 + 0.02 * max(a.high, b.high)
         return abs(a.low - b.low) <= near and abs(a.high - b.high) <= near
     return _contained(one.table, a, other.table, b, 0.5) or _contained(other.table, b, one.table, a, 0.5)
-
-
-def _draft_of_pairs(found: list[_Found], pairs: _Pairs) -> dict[str, Any]:
-    nodes: dict[str, _Drafted] = {}
-    edges: dict[str, _Drafted] = {}
-    for table, ends in pairs:
-        (source, of_source), (target, of_target) = ends
-        for column, of in ends:
-            if of.has_table:
-                nodes.setdefault(of.name, _node_table(of.table))
-            else:
-                nodes.setdefault(of.name, ({}, []))[1].append(f"{column.name} of {table.file}")
-        edges[f"{of_source.name}__{table.type_name}__{of_target.name}"] = _edge_table(table, [source, target])
-    for drafted, notes in nodes.values():
-        if not drafted:
-            notes[:] = ["no table: its nodes are the different values of " + ", ".join(notes) + "; a guess"]
-    used = {table.file for table, _ in pairs} | {of.table.file for _, ends in pairs for _, of in ends}
-    unused = {one.file: _why_no_id(one) or "it has no two columns of ids" for one in found if one.file not in used}
-    return _drafted(nodes, edges, unused)
 
 
 def _why_no_id(table: _Found) -> str:

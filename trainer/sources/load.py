@@ -16,7 +16,6 @@ from trainer.data.build import build_dataset
 from trainer.data.dataset import Dataset
 from trainer.data.hold_out import hold_out_links
 from trainer.data.options import SourceOptions, SyntheticHeteroOptions, SyntheticOptions, parse_options
-from trainer.data.raw_arrays import RawGraph
 from trainer.data.subset import subset_of
 from trainer.sources.file import read_files, source_files
 from trainer.sources.synthetic import make_synthetic, make_synthetic_hetero
@@ -48,23 +47,31 @@ def load_dataset(
     """
     fingerprint = dataset_fingerprint(name, source, options)
     parsed = _options(name, options)
-    return hold_out_links(_whole(name, source, parsed, fingerprint, scratch), parsed, scratch)
+    if isinstance(parsed, SyntheticOptions):
+        dataset = make_synthetic(parsed, fingerprint)
+    elif isinstance(parsed, SyntheticHeteroOptions):
+        dataset = make_synthetic_hetero(parsed, fingerprint)
+    else:
+        if isinstance(parsed, TablesOptions):
+            from trainer.sources.read_tables import read_tables  # needs duckdb
 
+            if scratch is None:
+                raise ValueError("dataset tables needs a scratch folder")
+            raw = read_tables(source, parsed, scratch)
+        elif name == "file":
+            raw = read_files(source, parsed)
+        elif name.startswith("ogbn-"):
+            from trainer.sources.ogb import read_ogb  # imports torch, which takes seconds
 
-def _whole(name: str, source: str | None, options: Options, fingerprint: str, scratch: Scratch | None) -> Dataset:
-    if isinstance(options, TablesOptions):
-        from trainer.sources.read_tables import read_tables  # needs duckdb
+            raw = read_ogb(name, source)
+        else:
+            from trainer.sources.pyg import read_pyg  # imports torch, too
 
-        if scratch is None:
-            raise ValueError("dataset tables needs a scratch folder")
-        tables = build_dataset(read_tables(source, options, scratch), options, fingerprint, scratch)
-        return subset_of(tables, options.subset, scratch)
-    if isinstance(options, SyntheticOptions):
-        return make_synthetic(options, fingerprint)
-    if isinstance(options, SyntheticHeteroOptions):
-        return make_synthetic_hetero(options, fingerprint)
-    dataset = build_dataset(_read(name, source, options), options, fingerprint, scratch)
-    return subset_of(dataset, options.subset, scratch)
+            raw = read_pyg(name, source)
+        dataset = build_dataset(raw, parsed, fingerprint, scratch)
+        del raw  # may take as much memory as the dataset
+        dataset = subset_of(dataset, parsed.subset, scratch)
+    return hold_out_links(dataset, parsed, scratch)
 
 
 def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[str, Any] | None = None) -> str:
@@ -108,16 +115,3 @@ def _options(name: str, options: Mapping[str, Any] | None) -> Options:
         return parse_tables_options(options or {})
     kind: type[Options] = _KINDS.get(name, SourceOptions)
     return parse_options(kind, options or {}, name)
-
-
-def _read(name: str, source: str | None, options: SourceOptions) -> RawGraph:
-    if name == "file":
-        return read_files(source, options)
-    # imported here because they import torch, which takes seconds
-    if name.startswith("ogbn-"):
-        from trainer.sources.ogb import read_ogb
-
-        return read_ogb(name, source)
-    from trainer.sources.pyg import read_pyg
-
-    return read_pyg(name, source)

@@ -502,7 +502,24 @@ class _Conversion:
         if table.has_split and not isinstance(table.split, Mapping):
             columns.append(self._edge_split(of, table, scan))
         if table.relation is not None:
-            columns.append(self._relations(table.relation, scan))
+            # The position of each edge's relation in ``self.relations``.
+            texts = categories(scan, table.relation, "relation", _MOST_RELATIONS)
+            empty = f"{as_text(table.relation, scan.types[table.relation])} IS NULL"
+            ((missing,),) = self.database.rows(f"SELECT count(*) FROM {scan.sql} WHERE {empty}", scan.where)
+            if missing:
+                raise DataError(
+                    f"{scan.first(table.relation, empty)} ({missing:,} such rows); every edge needs a relation"
+                )
+            words = [re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_") for text in texts]
+            for text, word in zip(texts, words, strict=True):
+                if not word or words.count(word) > 1:
+                    same = [other for other in texts if words[texts.index(other)] == word and other != text]
+                    what = f"gives the same name as {same[0]!r}" if same else "gives no name of letters and digits"
+                    raise DataError(f"{scan.where}: {table.relation} {text!r} {what}; rename it in the table")
+            self.enums += 1
+            self.relations[scan.where] = words
+            codes = code_sql(scan, table.relation, texts, f"categories{self.enums}")
+            columns.append(ArrayColumn(_RELATION, [codes], np.dtype(np.int64)))
         self._check_names(columns, scan)
         arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, total) for each in columns}
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
@@ -514,23 +531,6 @@ class _Conversion:
         scan.close()
         self.notes.append(f"{scan.where}: {count:,} edges{_attrs_text(columns)}")
         return arrays
-
-    def _relations(self, column: str, scan: Scan) -> ArrayColumn:
-        """Return attribute ``_RELATION``: the position of each edge's relation in ``self.relations``."""
-        texts = categories(scan, column, "relation", _MOST_RELATIONS)
-        empty = f"{as_text(column, scan.types[column])} IS NULL"
-        ((count,),) = self.database.rows(f"SELECT count(*) FROM {scan.sql} WHERE {empty}", scan.where)
-        if count:
-            raise DataError(f"{scan.first(column, empty)} ({count:,} such rows); every edge needs a relation")
-        words = [re.sub(r"[^A-Za-z0-9.+-]+", "_", text).strip("_") for text in texts]
-        for text, word in zip(texts, words, strict=True):
-            if not word or words.count(word) > 1:
-                same = [other for other in texts if words[texts.index(other)] == word and other != text]
-                what = f"gives the same name as {same[0]!r}" if same else "gives no name of letters and digits"
-                raise DataError(f"{scan.where}: {column} {text!r} {what}; rename it in the table")
-        self.enums += 1
-        self.relations[scan.where] = words
-        return ArrayColumn(_RELATION, [code_sql(scan, column, texts, f"categories{self.enums}")], np.dtype(np.int64))
 
     def _by_relation(
         self, of: EdgeType, arrays: dict[str, RawArray], scan: Scan

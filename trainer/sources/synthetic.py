@@ -11,7 +11,6 @@ from trainer.core.arrays import Array, Ids
 from trainer.core.compiled import njit
 from trainer.core.errors import DataError
 from trainer.core.rng import GOLDEN, fraction, mix
-from trainer.core.schema import EdgeType
 from trainer.data.dataset import Dataset, EdgeData, NodeData
 from trainer.data.edges import symmetric_adjacency
 from trainer.data.options import SyntheticHeteroOptions, SyntheticOptions
@@ -221,15 +220,8 @@ def make_synthetic_hetero(options: SyntheticHeteroOptions, fingerprint: str) -> 
     nodes = {"paper": NodeData(options.num_nodes, papers, splits, options.num_classes)}
     for of in ("author", "field"):
         nodes[of] = NodeData(counts[of], {"x": features[of]} if options.all_features else {})
-    edges = _relations(options, classes, time, rng)
-    if options.undirected:
-        edges = both_ways(edges, counts, True, "dataset synthetic-hetero")
-    return Dataset("synthetic-hetero", nodes, edges, fingerprint, hetero=True)
 
-
-def _relations(
-    options: SyntheticHeteroOptions, classes: dict[str, Array], time: Array, rng: np.random.Generator
-) -> dict[EdgeType, EdgeData]:
+    # Edges of each relation, their weights and times.
     y = classes["paper"]
     degrees = {
         ("author", "writes", "paper"): (y, _AUTHORS_OF_A_PAPER),
@@ -238,23 +230,26 @@ def _relations(
         ("paper", "about", "field"): (y, _FIELDS_OF_A_PAPER),
     }
     edges = {}
-    for of, (wanted, degree) in degrees.items():
-        other = of[0] if of[0] != "paper" else of[2]
+    for edge_type, (wanted, degree) in degrees.items():
+        source, _, target = edge_type
+        other = source if source != "paper" else target
         links = _draw_links(wanted, classes[other], degree, options.homophily, rng)
         if other == "paper":
             keep = links.papers != links.others
             if options.time:
                 keep &= _mostly_forward(time[links.others], time[links.papers], rng)
             links = _DrawnLinks(links.papers[keep], links.others[keep], links.hit[keep])
-        ends = (links.others, links.papers) if of[0] == other != "paper" else (links.papers, links.others)
+        ends = (links.others, links.papers) if source == other != "paper" else (links.papers, links.others)
         attrs = {}
         if options.edge_weight:
             attrs["edge_weight"] = _edge_weights(links.hit, rng)
         if options.time:
             own = time[links.papers]
             attrs["edge_time"] = _edge_times(own, time[links.others] if other == "paper" else own, rng)
-        edges[of] = EdgeData(np.stack(ends), attrs)
-    return edges
+        edges[edge_type] = EdgeData(np.stack(ends), attrs)
+    if options.undirected:
+        edges = both_ways(edges, counts, True, "dataset synthetic-hetero")
+    return Dataset("synthetic-hetero", nodes, edges, fingerprint, hetero=True)
 
 
 def _draw_links(

@@ -147,8 +147,22 @@ def parse_tables_options(options: Mapping[str, Any]) -> TablesOptions:
         check_word(of, "dataset tables, option nodes")
     edges: dict[EdgeType, EdgeTable] = {}
     for name, given in _mapping("edges", options.get("edges")).items():
-        edge_type = _edge_type(name, tuple(nodes))
-        edges[edge_type] = _table(EdgeTable, f"edges.{name}", given, shared)
+        words = name.split("__")
+        if len(words) == 1 and len(nodes) == 1:  # the relation alone
+            words = [*nodes, words[0], *nodes]
+        if len(words) != 3:
+            raise DataError(
+                f"dataset tables, option edges: {name!r} names no edge type; write source__relation__target, with node "
+                f"types of option nodes ({', '.join(nodes)})"
+            )
+        for word in words:
+            check_word(word, "dataset tables, option edges")
+        for end in (words[0], words[2]):
+            if end not in nodes:
+                near = difflib.get_close_matches(end, nodes, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"its tables are {', '.join(nodes)}"
+                raise DataError(f"dataset tables, option edges: {name!r}: option nodes has no table {end!r}; {hint}")
+        edges[words[0], words[1], words[2]] = _table(EdgeTable, f"edges.{name}", given, shared)
     given_tasks = {} if options.get("tasks") is None else _mapping("tasks", options["tasks"])
     tasks = {}
     for of, given in given_tasks.items():
@@ -192,26 +206,6 @@ def _with_given_split(common: SourceOptions, edges: Mapping[EdgeType, EdgeTable]
     timed = all(table.time for table in given.values())
     time = common.hold_out_time or ("edge_time" if timed else None)
     return replace(common, hold_out_split=EDGE_SPLIT, hold_out_time=time)
-
-
-def _edge_type(name: str, node_types: tuple[NodeType, ...]) -> EdgeType:
-    """Parse an edge type such as ``user__rates__item``. With a single node type, the relation alone is accepted."""
-    words = name.split("__")
-    if len(words) == 1 and len(node_types) == 1:
-        words = [node_types[0], words[0], node_types[0]]
-    if len(words) != 3:
-        raise DataError(
-            f"dataset tables, option edges: {name!r} names no edge type; write source__relation__target, with node "
-            f"types of option nodes ({', '.join(node_types)})"
-        )
-    for word in words:
-        check_word(word, "dataset tables, option edges")
-    for end in (words[0], words[2]):
-        if end not in node_types:
-            near = difflib.get_close_matches(end, node_types, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its tables are {', '.join(node_types)}"
-            raise DataError(f"dataset tables, option edges: {name!r}: option nodes has no table {end!r}; {hint}")
-    return words[0], words[1], words[2]
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,9 +36,12 @@ class _Chunks:
     delimiter: str = ","
 
     def read(self, path: Path) -> Array:
+        """Return the rows of a file. Values of a CSV file are int64 or float64 [rows, columns]; it has no header."""
         try:
             if self.kind == "csv":
-                return _read_csv(path, self.delimiter)
+                with suppress(ValueError):  # not all values are integers
+                    return np.loadtxt(path, np.int64, delimiter=self.delimiter, comments=None, ndmin=2)
+                return np.loadtxt(path, np.float64, delimiter=self.delimiter, comments=None, ndmin=2)
             return map_npy(path) if self.kind == "numpy" else _read_parquet(path)
         except FileNotFoundError:
             raise DataError(f"{path} is missing; copy all files of the chunked graph") from None
@@ -139,17 +143,6 @@ class _Graph:
             if (moved := self.folder.joinpath(*Path(path).parts[start:])).is_file():
                 return moved
         return there
-
-
-def _read_csv(path: Path, delimiter: str) -> Array:
-    """Return the values of a CSV file without a header: int64 or float64 [rows, columns].
-
-    int64 if all values are integers.
-    """
-    try:
-        return np.loadtxt(path, np.int64, delimiter=delimiter, comments=None, ndmin=2)
-    except ValueError:
-        return np.loadtxt(path, np.float64, delimiter=delimiter, comments=None, ndmin=2)
 
 
 def _read_parquet(path: Path) -> Array:

@@ -251,7 +251,20 @@ class OwnModel(nn.Module):
             for edge_type, block in blocks.items():
                 wanted = [what for what in ("edges", "loops", "all loops") if self._drops is None
                           or (what, edge_type, number) in self._drops]  # fmt: skip
-                rows |= _edge_rows(batch, edge_type, block, number, wanted)
+                if not wanted:
+                    continue
+                # All edges; or edges without self loops, then a loop for each target, or for each source.
+                source, _, target = edge_type
+                src, dst = edge_index_of(block)
+                edges = partial(edges_by_ends, batch.n_id[source], batch.n_id[target], src, dst)
+                if "edges" in wanted:
+                    rows["edges", edge_type, number] = len(src), edges
+                for what in ("loops", "all loops"):
+                    if what in wanted and source == target:
+                        others, last = src != dst, block.num_dst if what == "loops" else block.num_src
+                        nodes = batch.n_id[target][:last]
+                        made = partial(with_loops, edges, others, nodes)
+                        rows[what, edge_type, number] = int(others.sum()) + len(nodes), made
         mode = KeyedDropout(rows, batch.key, self._drops)
         if self._drops is None:
             self._drops = mode.found  # of the test batch; the list is filled while the model runs
@@ -280,30 +293,6 @@ class _TestRows:
 
 def _ids_of_nodes(batch: HeteroBatch, of: NodeType, count: int) -> Callable[[], Tensor]:
     return lambda: salted(batch.n_id[of][:count], of)
-
-
-def _edge_rows(
-    batch: HeteroBatch, edge_type: EdgeType, block: Block, layer: int, wanted: Sequence[str]
-) -> dict[RowsOf, tuple[int, Callable[[], Tensor]]]:
-    """Return what the rows of a tensor over edges can be, with their number and ids.
-
-    ``wanted``: ``edges``: all edges. ``loops``, ``all loops``: edges without self loops, then a loop for each target,
-    or for each source.
-    """
-    source, _, target = edge_type
-    found: dict[RowsOf, tuple[int, Callable[[], Tensor]]] = {}
-    if not wanted:
-        return found
-    src, dst = edge_index_of(block)
-
-    edges = partial(edges_by_ends, batch.n_id[source], batch.n_id[target], src, dst)
-    if "edges" in wanted:
-        found["edges", edge_type, layer] = len(src), edges
-    for what in ("loops", "all loops"):
-        if what in wanted and source == target:
-            others, nodes = src != dst, batch.n_id[target][: block.num_dst if what == "loops" else block.num_src]
-            found[what, edge_type, layer] = int(others.sum()) + len(nodes), partial(with_loops, edges, others, nodes)
-    return found
 
 
 def _steps(cumulative: Sequence[int]) -> list[int]:
@@ -345,58 +334,53 @@ def build_own(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        return _built(settings, facts, embeddings, load_class(settings.model, folders))
-
-
-def _built(
-    settings: _OwnSettings, facts: GraphFacts, embeddings: Embeddings | None, cls: type[nn.Module]
-) -> OwnModel:  # fmt: skip
-    names, layers = forward_names(cls), len(settings.fanouts)
-    direct = takes_types(cls, facts.hetero)
-    typed = facts.hetero or direct
-    need = layer_needs(facts.node_types, facts.edge_types, facts.targets, layers)[0]
-    types, edges = need.sources, need.edge_types
-    converted = typed and not direct
-    if converted:
-        ends = {of[2] for of in edges}
-        edges = (*edges, *((of, _SELF, of) for of in types if of not in ends))
-        inputs: InputRows | None = InputRows(facts, types, settings.hidden, embeddings)
-    else:
-        inputs = None
-    width: Any = settings.hidden if converted else {of: facts.in_dims.get(of, settings.hidden) for of in types}
-    edge_dims = [facts.edge_dims[of] for of in edges if of in facts.edge_dims]
-    offered = {
-        "in_channels": width if typed else width[facts.target],
-        "hidden_channels": settings.hidden,
-        "out_channels": facts.num_classes,
-        "num_layers": layers,
-        "metadata": ([*types], [*edges]),
-        "edge_dim": edge_dims[0] if edge_dims else None,
-        "dropout": settings.dropout,
-        "heads": settings.heads,
-        "deg": torch.tensor(facts.degrees) if facts.degrees else None,
-        "aggregators": ["mean", "min", "max", "std"],
-        "scalers": ["identity", "amplification", "attenuation"],
-    }
-    arguments = constructor_args(cls, offered, settings.model_args or {})
-    try:
-        own: Any = cls(**arguments)
-        blocks = not typed and runs_on_blocks(own)
-        # scores of neighbours are edge features, too
-        as_weight = bool(edge_dims) and _reads_weight(own, names, settings.edge_attr, edge_dims, facts)
+        cls = load_class(settings.model, folders)
+        names, layers = forward_names(cls), len(settings.fanouts)
+        direct = takes_types(cls, facts.hetero)
+        typed = facts.hetero or direct
+        need = layer_needs(facts.node_types, facts.edge_types, facts.targets, layers)[0]
+        types, edges = need.sources, need.edge_types
+        converted = typed and not direct
         if converted:
-            own = _converted(own, types, edges)
-        elif blocks:
-            prepare(own)
-    except SettingsError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code runs
-        raise SettingsError(f"model: {cls.__name__} cannot be made: {in_words(error)}") from error
-    call = Call(cls.__name__, names, typed, converted, blocks, as_weight, types, edges)
-    model = OwnModel(own, call, facts, PRECISIONS[settings.precision], inputs, embeddings)
-    model.check(small_batch(facts, layers, typed))
-    model.other_fanouts = len({*settings.fanouts, *(settings.eval_fanouts or ())}) > 1
-    return model
+            ends = {of[2] for of in edges}
+            edges = (*edges, *((of, _SELF, of) for of in types if of not in ends))
+            inputs: InputRows | None = InputRows(facts, types, settings.hidden, embeddings)
+        else:
+            inputs = None
+        width: Any = settings.hidden if converted else {of: facts.in_dims.get(of, settings.hidden) for of in types}
+        edge_dims = [facts.edge_dims[of] for of in edges if of in facts.edge_dims]
+        offered = {
+            "in_channels": width if typed else width[facts.target],
+            "hidden_channels": settings.hidden,
+            "out_channels": facts.num_classes,
+            "num_layers": layers,
+            "metadata": ([*types], [*edges]),
+            "edge_dim": edge_dims[0] if edge_dims else None,
+            "dropout": settings.dropout,
+            "heads": settings.heads,
+            "deg": torch.tensor(facts.degrees) if facts.degrees else None,
+            "aggregators": ["mean", "min", "max", "std"],
+            "scalers": ["identity", "amplification", "attenuation"],
+        }
+        arguments = constructor_args(cls, offered, settings.model_args or {})
+        try:
+            own: Any = cls(**arguments)
+            blocks = not typed and runs_on_blocks(own)
+            # scores of neighbours are edge features, too
+            as_weight = bool(edge_dims) and _reads_weight(own, names, settings.edge_attr, edge_dims, facts)
+            if converted:
+                own = _converted(own, types, edges)
+            elif blocks:
+                prepare(own)
+        except SettingsError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's code runs
+            raise SettingsError(f"model: {cls.__name__} cannot be made: {in_words(error)}") from error
+        call = Call(cls.__name__, names, typed, converted, blocks, as_weight, types, edges)
+        model = OwnModel(own, call, facts, PRECISIONS[settings.precision], inputs, embeddings)
+        model.check(small_batch(facts, layers, typed))
+        model.other_fanouts = len({*settings.fanouts, *(settings.eval_fanouts or ())}) > 1
+        return model
 
 
 def _converted(own: nn.Module, types: Sequence[NodeType], edges: Sequence[EdgeType]) -> nn.Module:

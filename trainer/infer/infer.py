@@ -82,7 +82,20 @@ def infer(job: InferJob, ranks: Ranks | None = None) -> InferResult:
         saved = read_on_first(job.checkpoint, check, group)
         result = _infer(job, graph, saved, scratch, parquet, group)
         if group.rank == 0:
-            _report(result, job, graph)
+            record = {
+                "target": target_name(result.target), "task": result.task, "nodes": result.nodes, "epoch": result.epoch,
+                "metrics": {split: dict(values) for split, values in result.metrics.items()}, "fanouts": result.fanouts,
+                "checkpoint": str(job.checkpoint),
+            }  # fmt: skip
+            (job.out / "infer.json").write_text(json.dumps(record, indent=1) + "\n")
+            what = "nodes" if isinstance(result.target, str) or result.task == "link" else "edges"
+            if isinstance(result.target, str) and is_task_table(result.target, graph.manifest.graph_attrs):
+                what = "rows"
+            of = f"{len(result.target)} edge types" if is_link_types(result.target) else type_name(result.target)
+            print(f"{result.nodes:,} {what} of {of}, weights of epoch {result.epoch}", flush=True)
+            for split, values in result.metrics.items():
+                print(f"{split} {metrics_text(values)}", flush=True)
+            print(result.files, flush=True)
         group.barrier()  # keeps this node's graph server alive until the slowest rank has finished
     return result
 
@@ -185,20 +198,3 @@ def _scratch(out: Path, rank: int) -> Path:
     except OSError as error:
         raise SettingsError(f"{out} cannot be written: {error.strerror}; choose another --out") from error
     return folder
-
-
-def _report(result: InferResult, job: InferJob, graph: Graph) -> None:
-    record = {
-        "target": target_name(result.target), "task": result.task, "nodes": result.nodes, "epoch": result.epoch,
-        "metrics": {split: dict(values) for split, values in result.metrics.items()}, "fanouts": result.fanouts,
-        "checkpoint": str(job.checkpoint),
-    }  # fmt: skip
-    (job.out / "infer.json").write_text(json.dumps(record, indent=1) + "\n")
-    what = "nodes" if isinstance(result.target, str) or result.task == "link" else "edges"
-    if isinstance(result.target, str) and is_task_table(result.target, graph.manifest.graph_attrs):
-        what = "rows"
-    of = f"{len(result.target)} edge types" if is_link_types(result.target) else type_name(result.target)
-    print(f"{result.nodes:,} {what} of {of}, weights of epoch {result.epoch}", flush=True)
-    for split, values in result.metrics.items():
-        print(f"{split} {metrics_text(values)}", flush=True)
-    print(result.files, flush=True)

@@ -193,10 +193,10 @@ def _write_best(
 ) -> str:  # fmt: skip
     """Write the ``count`` best targets of each source to ``folder``, and return the path of the table of all parts."""
     best, scores = (LayerRows(links.source.shares, each) for each in links.best_targets(count, held_out))
-    return write_best(folder, graph, links.ends, best, scores, parquet, links.group)
+    return _write_lists(folder, graph, links.ends, best, scores, parquet, links.group)
 
 
-def write_best(
+def _write_lists(
     folder: Path, graph: Graph, ends: tuple[NodeType, NodeType], best: LayerRows, scores: LayerRows, parquet: bool,
     group: RankGroup,
 ) -> str:  # fmt: skip
@@ -275,5 +275,5 @@ def write_list_predictions(
                 )  # fmt: skip
             ids[shares.rows(gid[own])], scores[shares.rows(gid[own])] = best
     lists = LayerRows(shares, original_ids(graph, target, ids)), LayerRows(shares, scores)
-    tables = write_best(out, graph, (table, target), *lists, parquet, group)
+    tables = _write_lists(out, graph, (table, target), *lists, parquet, group)
     return f"the {count} best targets of each row are in {tables}"

@@ -22,7 +22,7 @@ from trainer.core.graph_attrs import KEY_COLUMNS, decode_texts, key_attr
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import NodeType
 from trainer.graph.open import Graph
-from trainer.nn.layerwise_inference import LayerRows, NodeRange
+from trainer.nn.layerwise_inference import LayerRows
 from trainer.sampler.types import RowRequest
 from trainer.sources.table_database import Database, text
 
@@ -54,33 +54,34 @@ def write_array(out: Path, graph: Graph, of: NodeType, rows: LayerRows, array: O
     offsets = graph.manifest.nodes[of].offsets
     own = rows.shares.own(group.rank)
     for piece in own:
-        if piece.first == offsets[piece.part_id]:
-            _new_part(out / f"part{piece.part_id}", graph, of, piece.part_id, array)
+        if piece.first != offsets[piece.part_id]:
+            continue
+        folder = out / f"part{piece.part_id}"
+        folder.mkdir(parents=True, exist_ok=True)
+        ids = np.arange(offsets[piece.part_id], offsets[piece.part_id + 1])
+        name, keys = id_attr(graph, of), [key_attr(column) for column in key_columns(graph, of)]
+        (found,) = graph.access.gather([RowRequest(of, ids, ("orig_id", name, *keys))])
+        np.save(folder / "orig_id.npy", np.asarray(found["orig_id"], np.int64))
+        np.save(folder / "id.npy", np.asarray(found[name]))
+        for key in keys:
+            np.save(folder / f"{key}.npy", np.asarray(found[key]))
+        path, dtype = folder / f"{array.name}.npy", np.dtype(array.dtype)
+        np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(len(ids), array.width)).flush()
     group.barrier()
     for piece in own:
-        values, begin = _shared_file(out, piece, array), piece.first - offsets[piece.part_id]
+        path = out / f"part{piece.part_id}" / f"{array.name}.npy"
+        if not path.exists():
+            raise SettingsError(
+                f"{path} does not exist: ranks that share part {piece.part_id} must see the same --out; "
+                "give a shared folder, or give each host its own parts (--part-ids, --cluster)"
+            )
+        values, begin = np.lib.format.open_memmap(path, mode="r+"), piece.first - offsets[piece.part_id]
         for first in range(0, piece.last - piece.first, ROWS_AT_ONCE):
             last = min(first + ROWS_AT_ONCE, piece.last - piece.first)
             block = torch.from_numpy(np.array(rows.values[piece.row + first : piece.row + last]))
             values[begin + first : begin + last] = array.of(block).numpy()
         values.flush()
     group.barrier()  # the rows of a part may come from several ranks
-
-
-def _new_part(folder: Path, graph: Graph, of: NodeType, part_id: int, array: OutputArray) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    offsets = graph.manifest.nodes[of].offsets
-    ids = np.arange(offsets[part_id], offsets[part_id + 1])
-    name, keys = id_attr(graph, of), [key_attr(column) for column in key_columns(graph, of)]
-    (found,) = graph.access.gather([RowRequest(of, ids, ("orig_id", name, *keys))])
-    np.save(folder / "orig_id.npy", np.asarray(found["orig_id"], np.int64))
-    np.save(folder / "id.npy", np.asarray(found[name]))
-    for key in keys:
-        np.save(folder / f"{key}.npy", np.asarray(found[key]))
-    shape = (len(ids), array.width)
-    np.lib.format.open_memmap(
-        folder / f"{array.name}.npy", mode="w+", dtype=np.dtype(array.dtype), shape=shape
-    ).flush()  # fmt: skip
 
 
 def id_attr(graph: Graph, of: NodeType) -> str:
@@ -92,16 +93,6 @@ def key_columns(graph: Graph, of: NodeType) -> list[str]:
     """Return the names of the key columns of a task table's rows; [] for other nodes."""
     found = graph.store.graph_attrs.get(f"{of}__{KEY_COLUMNS}")
     return [] if found is None else decode_texts(np.asarray(found))
-
-
-def _shared_file(out: Path, piece: NodeRange, array: OutputArray) -> np.memmap[Any, Any]:
-    path = out / f"part{piece.part_id}" / f"{array.name}.npy"
-    if not path.exists():
-        raise SettingsError(
-            f"{path} does not exist: ranks that share part {piece.part_id} must see the same --out; "
-            "give a shared folder, or give each host its own parts (--part-ids, --cluster)"
-        )
-    return np.lib.format.open_memmap(path, mode="r+")
 
 
 def own_parts(out: Path, graph: Graph, of: NodeType, rows: LayerRows, group: RankGroup) -> Iterator[Path]:
@@ -144,22 +135,18 @@ def merge_parts(out: Path, own: Sequence[Path], parquet: bool, group: RankGroup)
                 folder.mkdir(exist_ok=True)
                 group.copy_to_first(rank, out / name / kind, folder / kind, size)
         if group.rank == 0:
-            in_order = sorted(folders, key=lambda name: int(name.removeprefix("part")))
-            _merge(out, [folders[name] for name in in_order], parquet)
+            in_order = [folders[name] for name in sorted(folders, key=lambda name: int(name.removeprefix("part")))]
+            with (out / "predictions.csv").open("wb") as merged:
+                for number, folder in enumerate(in_order):
+                    with (folder / "predictions.csv").open("rb") as part:
+                        if (head := part.readline()) and number == 0:
+                            merged.write(head)
+                        shutil.copyfileobj(part, merged, 1 << 20)
+            if parquet:
+                found = ", ".join(text(str(folder / "predictions.parquet")) for folder in in_order)
+                _copy(f"read_parquet([{found}])", out / "predictions.parquet")
     group.barrier()
     return f"{out}/predictions.csv{' and .parquet' if parquet else ''}"
-
-
-def _merge(out: Path, folders: Sequence[Path], parquet: bool) -> None:
-    with (out / "predictions.csv").open("wb") as merged:
-        for number, folder in enumerate(folders):
-            with (folder / "predictions.csv").open("rb") as part:
-                if (head := part.readline()) and number == 0:
-                    merged.write(head)
-                shutil.copyfileobj(part, merged, 1 << 20)
-    if parquet:
-        tables = ", ".join(text(str(folder / "predictions.parquet")) for folder in folders)
-        _copy(f"read_parquet([{tables}])", out / "predictions.parquet")
 
 
 def id_column(name: str, ids: Array) -> TableColumn:
@@ -191,18 +178,14 @@ def write_table(
     target = stem.with_suffix(".parquet")
     target.unlink(missing_ok=True)
     if parquet:
-        _convert(path, target, columns)
-
-
-def _convert(path: Path, target: Path, columns: Sequence[TableColumn]) -> None:
-    types = ", ".join(f"{text(column.name)}: {text(column.type)}" for column in columns)
-    texts = ", ".join(text(column.name) for column in columns if column.type == "VARCHAR")
-    filled = f", force_not_null = [{texts}]" if texts else ""  # else an empty id would be NULL
-    source = (
-        f"read_csv({text(str(path))}, header = true, auto_detect = false, delim = ',', quote = '\"', "
-        f"escape = '\"', columns = {{{types}}}, parallel = false{filled})"
-    )
-    _copy(source, target)
+        types = ", ".join(f"{text(column.name)}: {text(column.type)}" for column in columns)
+        texts = ", ".join(text(column.name) for column in columns if column.type == "VARCHAR")
+        filled = f", force_not_null = [{texts}]" if texts else ""  # else an empty id would be NULL
+        source = (
+            f"read_csv({text(str(path))}, header = true, auto_detect = false, delim = ',', quote = '\"', "
+            f"escape = '\"', columns = {{{types}}}, parallel = false{filled})"
+        )
+        _copy(source, target)
 
 
 def _copy(source: str, target: Path) -> None:

@@ -80,7 +80,7 @@ _NOT_EXPORTED = re.compile(
 
 
 @dataclass(frozen=True)
-class Script:
+class _Script:
     text: str
     key: str  #: content of the key file beside the script; '' without encryption
     notes: tuple[str, ...]
@@ -95,7 +95,7 @@ def key_path(output: Path) -> Path:
     return output.with_suffix(".secret.yml" if output.suffix in (".yml", ".yaml") else ".key")
 
 
-def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], output: Path | None) -> Script:
+def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], output: Path | None) -> _Script:
     """Return a script that runs the graph servers and the trainer.
 
     kind: bash, torchrun or slurm. sbatch: options of sbatch by name. output: file that the script will be written to.
@@ -158,7 +158,7 @@ def export_script(kind: str, request: ExportRequest, sbatch: Mapping[str, str], 
         )
     if config.data.store_limit is not None:
         notes.append("data.store_limit has no effect on a script: delete parts that are not needed yourself")
-    return Script(template.render(values, **job, kind=kind), key, tuple(notes))
+    return _Script(template.render(values, **job, kind=kind), key, tuple(notes))
 
 
 def _environment() -> Environment:
@@ -301,6 +301,21 @@ def _node_values(config: ResolvedConfig, plan: LaunchPlan, hosts: Sequence[str],
     for option, value in _SERVER_OPTIONS.items():
         if option in server:
             server[server.index(option) + 1] = _Code(value)
+
+    # The command of a rank or, for torchrun, the end of torchrun's command line: the program with arguments.
+    argv = next(list(node.trainer.argv) for node in plan.nodes if node.trainer)
+    rank = argv[argv.index("--") + 1 :]
+    if not plan.own_command and "--parts" in rank:  # given as GNNFLEET_PARTS, which clients do not have
+        del rank[rank.index("--parts") : rank.index("--parts") + 2]
+    if plan.train is not None and ":" in plan.train.model:  # the file of a class, which a launch would send
+        place = rank.index("--model") + 1
+        rank[place] = f"{_HERE}/{rank[place].removeprefix('files/')}"
+    if plan.train is not None and plan.train.track:
+        rank += ["--track", json.dumps(plan.train.track)]  # without a supervisor, rank 0 starts the trackers
+    if kind == "torchrun":
+        rank = rank[1:] if rank[0] == _PYTHON else ["--no-python", *rank]
+    elif config.nodes[0].wrap and rank[0] != _PYTHON:
+        rank = [_Code('"${WRAP[@]}"'), *rank]
     return {
         "nodes": plan.nodes,
         "numbers": numbers + (", …" if len(hosts) > 4 else ""),
@@ -316,7 +331,7 @@ def _node_values(config: ResolvedConfig, plan: LaunchPlan, hosts: Sequence[str],
         "other": hosts.index(distinct[-1]) if len(distinct) > 1 else 0,
         "exports": _exports(config, plan),
         "server": _lines(server),
-        "trainer": _trainer(plan, kind, bool(config.nodes[0].wrap)),
+        "trainer": _lines(rank),
     }
 
 
@@ -337,24 +352,6 @@ def _exported(node: NodePlan, user: Mapping[str, str]) -> dict[str, str]:
     env = {name: text for name, text in env.items() if name not in RANK_VARIABLES}
     found = {name: text for name, text in env.items() if name in user or not _NOT_EXPORTED.fullmatch(name)}
     return {**found, **({"PYTHONPATH": user["PYTHONPATH"]} if "PYTHONPATH" in user else {})}
-
-
-def _trainer(plan: LaunchPlan, kind: str, wrapped: bool) -> str:
-    """Return the command of a rank or, for torchrun, the end of torchrun's command line: the program with arguments."""
-    argv = next(list(node.trainer.argv) for node in plan.nodes if node.trainer)
-    rank = argv[argv.index("--") + 1 :]
-    if not plan.own_command and "--parts" in rank:  # given as GNNFLEET_PARTS, which clients do not have
-        del rank[rank.index("--parts") : rank.index("--parts") + 2]
-    if plan.train is not None and ":" in plan.train.model:  # the file of a class, which a launch would send
-        place = rank.index("--model") + 1
-        rank[place] = f"{_HERE}/{rank[place].removeprefix('files/')}"
-    if plan.train is not None and plan.train.track:
-        rank += ["--track", json.dumps(plan.train.track)]  # without a supervisor, rank 0 starts the trackers
-    if kind == "torchrun":
-        rank = rank[1:] if rank[0] == _PYTHON else ["--no-python", *rank]
-    elif wrapped and rank[0] != _PYTHON:
-        rank = [_Code('"${WRAP[@]}"'), *rank]
-    return _lines(rank)
 
 
 def _lines(argv: Sequence[str]) -> _Code:

@@ -23,11 +23,13 @@ from launcher.plan.serialize import read_run
 from launcher.plan.service_key import new_key_pair
 from launcher.report.run_folder import FoundRun, known_here, read_folder
 from launcher.run.launch import Attach, Attachment
-from launcher.serving.client_keys import admit, server_key, withdraw
+from launcher.serving.client_keys import admit, server_key
 from launcher.serving.cluster_state import (
     FILES,
     newest_description,
+    on_connections,
     open_serving,
+    remove_files,
     server_rows,
     server_states,
 )
@@ -107,15 +109,20 @@ def _attachment(
         raise
     finally:
         if attached.key and not attached.run_continues:
-            for note in detach(name, config, config_path, run_id):
+            for note in _detach(name, config, config_path, run_id):
                 _say(console, f"note: {note}")
 
 
-def detach(name: str, config: ClusterConfig, config_path: Path, run_id: str) -> list[str]:
+def _detach(name: str, config: ClusterConfig, config_path: Path, run_id: str) -> list[str]:
     """Revoke the key of run ``run_id`` on all servers of the serving cluster; return a note for each failure."""
     try:
         with open_serving(name, config, config_path) as run:
-            return withdraw(run, run_id)
+            holders = {k: node for k, node in run.nodes.items() if node.parts}
+            errors = on_connections(
+                {k: run.connections[k] for k in holders},
+                lambda k, transport: remove_files(transport, [f"{holders[k].run_dir}/clients/{run_id}.key"]),
+            )
+            return [f"{holders[k].label} still admits key {run_id}: {error}" for k, error in sorted(errors.items())]
     except FleetError as error:
         return [f"the key of {run_id} could not be revoked in serving cluster {name}: {error}"]
 
@@ -183,4 +190,4 @@ def leave(found: FoundRun) -> list[str]:
         return []
     if found.launch is not None and found.launch.stage == "end" and not found.launch.detached:
         return []  # its launcher has revoked the key
-    return detach(plan.serving, config, found.config_given or Path("its cluster file"), found.run_id)
+    return _detach(plan.serving, config, found.config_given or Path("its cluster file"), found.run_id)

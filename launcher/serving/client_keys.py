@@ -1,4 +1,4 @@
-"""Creates, adds and revokes client keys of a serving cluster, one for each run or notebook."""
+"""Creates client keys of a serving cluster, and adds them to its servers: one for each run or notebook."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from launcher.serving.cluster_state import (
     ServerState,
     newest_description,
     on_connections,
-    remove_files,
     server_states,
 )
 from launcher.transport.base import Transport
@@ -87,13 +86,3 @@ def admit(run: OpenRun, client: str, public: str) -> list[str]:
     if len(errors) == len(holders):
         raise FleetError(f"the key could not be added on any server of {run.found.run_id}:\n  " + "\n  ".join(notes))
     return notes
-
-
-def withdraw(run: OpenRun, client: str) -> list[str]:
-    """Remove the public key of ``client`` from all servers; return a note for each failure."""
-    holders = {k: node for k, node in run.nodes.items() if node.parts}
-    errors = on_connections(
-        {k: run.connections[k] for k in holders},
-        lambda k, transport: remove_files(transport, [f"{holders[k].run_dir}/clients/{client}.key"]),
-    )
-    return [f"{holders[k].label} still admits key {client}: {error}" for k, error in sorted(errors.items())]

@@ -111,11 +111,9 @@ FILES = ("cluster.json", "server_stats.json")
 SECRETS = ("service.key", "clients/*.key")
 
 
-def server_states(
-    run: OpenRun, names: Sequence[str] = FILES, ranks: Sequence[int] | None = None
-) -> dict[int, ServerState]:
-    """Query all nodes of a serving cluster, and read the files ``names`` of each. ``ranks``: only these node_ranks."""
-    views = run.views(ranks)
+def server_states(run: OpenRun, names: Sequence[str] = FILES) -> dict[int, ServerState]:
+    """Query all nodes of a serving cluster, and read the files ``names`` of each."""
+    views = run.views()
 
     def files_of(k: int) -> dict[str, str]:
         folder = run.nodes[k].run_dir

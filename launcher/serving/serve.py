@@ -76,7 +76,7 @@ class _ServingState:
 
 
 @dataclass(frozen=True)
-class Served:
+class _Served:
     """Result of ``serve``: the cluster, the nodes that were started, and notes on what could not be done."""
 
     cluster: ClusterDescription
@@ -93,7 +93,7 @@ class Served:
         return {"kind": "serving", **self.cluster.to_json(), **values, "exit_status": self.exit_status}
 
 
-def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Console) -> Served:
+def serve(config: ClusterConfig, options: LaunchOptions, name: str, console: Console) -> _Served:
     """Create serving cluster ``name``, or start its servers that do not run, and leave it running.
 
     Raises UsageError if the cluster runs with other nodes or parts than ``config`` has. Raises FleetError on failure;
@@ -224,7 +224,7 @@ def _move_away(found: FoundRun, different: list[str], console: Console) -> None:
 # -- starting servers ------------------------------------------------------------------------------
 
 
-def _start_missing(context: _ServeContext, found: _ServingState) -> Served:
+def _start_missing(context: _ServeContext, found: _ServingState) -> _Served:
     """Start the servers that do not run, and send the new list of servers to those that do."""
     to_start = found.to_start
     left = [
@@ -265,7 +265,7 @@ def _start_missing(context: _ServeContext, found: _ServingState) -> Served:
     behind = [k for k in found.alive if found.seen[k].files.get("cluster.json") != cluster_text]
     if not to_start and not behind:
         context.say("nothing to do: every reachable server is running")
-        return Served(cluster, (), tuple(left), context.folder)
+        return _Served(cluster, (), tuple(left), context.folder)
     run_text = run_json(plan)
 
     def update(k: int, transport: Transport) -> None:
@@ -280,7 +280,7 @@ def _start_missing(context: _ServeContext, found: _ServingState) -> Served:
         for k, error in sorted(errors.items())
     ]
     context.done()
-    return Served(cluster, to_start, tuple(left), context.folder)
+    return _Served(cluster, to_start, tuple(left), context.folder)
 
 
 def _new_plan(context: _ServeContext, found: _ServingState) -> LaunchPlan:

@@ -114,7 +114,33 @@ class ServeStatus:
     def rendered(self) -> Group:
         style = "bold green" if not self.down else "bold red" if self.lost_parts else "bold yellow"
         parts: list[Text | FittedTable] = [Text(self.sentence, style)]
-        parts.append(FittedTable(_SERVERS, [_server_row(node) for node in self.nodes]))
+        servers: list[tuple[Cell, ...]] = []
+        for node in self.nodes:
+            view, stats = node.view, _fresh(node)
+            state = Text(view.word, _STYLES.get(view.word, ""))
+            dropped = [stats[name] for name in ("malformed", "refused") if name in stats]
+            buffer = "–"
+            if {"buffer_bytes", "buffer_limit"} <= stats.keys():
+                buffer = f"{_size(stats['buffer_bytes'])} of {_size(stats['buffer_limit'])}"
+            findings = (view.state or {}).get("findings") or ()
+            restarts = sum(finding["kind"] == "server-restart" for finding in findings)
+            servers.append(
+                (
+                    view.node.label,
+                    state,
+                    spans(view.node.parts),
+                    _form(stats, "busy", lambda value: f"{value:.0%}"),
+                    str(len(_clients(node))) if stats else "–",
+                    _form(stats, "queue", lambda value: f"{value:,}"),
+                    _form(stats, "batches_s", lambda value: f"{value:,.1f}"),
+                    _form(stats, "bytes_out_s", _size),
+                    buffer,
+                    _form(stats, "memory", _size),
+                    f"{sum(dropped):,}" if dropped else "–",
+                    str(restarts) if view.alive else "–",
+                )
+            )
+        parts.append(FittedTable(_SERVERS, servers))
         rows: list[tuple[Cell, ...]] = []
         for node in self.nodes:
             for client in sorted(_clients(node), key=lambda client: str(client["name"])):
@@ -166,31 +192,6 @@ def _how_down(node: ServerState) -> str:
     how = view.lost or str(result.get("reason") or "") or f"it ended ({view.word})"
     asked = result.get("asked")
     return f"{how} (by {asked['by']})" if asked and asked.get("by") and asked["by"] not in how else how
-
-
-def _server_row(node: ServerState) -> tuple[Cell, ...]:
-    view, stats = node.view, _fresh(node)
-    state = Text(view.word, _STYLES.get(view.word, ""))
-    dropped = [stats[name] for name in ("malformed", "refused") if name in stats]
-    buffer = "–"
-    if {"buffer_bytes", "buffer_limit"} <= stats.keys():
-        buffer = f"{_size(stats['buffer_bytes'])} of {_size(stats['buffer_limit'])}"
-    findings = (view.state or {}).get("findings") or ()
-    restarts = sum(finding["kind"] == "server-restart" for finding in findings)
-    return (
-        view.node.label,
-        state,
-        spans(view.node.parts),
-        _form(stats, "busy", lambda value: f"{value:.0%}"),
-        str(len(_clients(node))) if stats else "–",
-        _form(stats, "queue", lambda value: f"{value:,}"),
-        _form(stats, "batches_s", lambda value: f"{value:,.1f}"),
-        _form(stats, "bytes_out_s", _size),
-        buffer,
-        _form(stats, "memory", _size),
-        f"{sum(dropped):,}" if dropped else "–",
-        str(restarts) if view.alive else "–",
-    )
 
 
 def _fresh(node: ServerState) -> Mapping[str, Any]:

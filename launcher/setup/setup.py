@@ -20,7 +20,7 @@ from rich.text import Text
 from launcher.command import Command
 from launcher.config.resolve import ResolvedConfig
 from launcher.config.roles import extra_packages
-from launcher.errors import FleetError, NodeError, TransportError, UsageError
+from launcher.errors import FleetError, TransportError, UsageError
 from launcher.node.programs.packages import PACKAGES
 from launcher.plan.model import PlannedFile
 from launcher.preflight.preflight import open_agents
@@ -95,10 +95,29 @@ def set_up(config: ResolvedConfig, options: SetupOptions) -> int:
             results, problems = _installed(plan, requirements, connections, options)
     if options.as_json:
         click.echo(json.dumps(to_json(plan, failed, {k: str(error) for k, error in problems.items()}), indent=1))
-    if acting or not plan.work:
-        return _conclude(plan, failed, results, problems, options)
-    options.console.print(f"Nothing was changed. {count(len(plan.work), 'host')} would be set up.", highlight=False)
-    return 3 if _left(plan, failed) or not options.dry_run else 0
+    left = len(plan.refused) + len(failed) + len(plan.without_tmux)  # problems that only the user can solve
+    if plan.work and not acting:
+        options.console.print(f"Nothing was changed. {count(len(plan.work), 'host')} would be set up.", highlight=False)
+        return 3 if left or not options.dry_run else 0
+    say, labels = options.console.print, {host.state.node_rank: host for host in plan.hosts}
+    for k, result in sorted(results.items()):
+        host = labels[k]
+        gpu = "; torch cannot use the GPUs there" if host.state.gpus and not result.cuda else ""
+        packages = count(len(host.changes), "package")
+        say(Text(f"{host.state.label}: {packages} installed in {result.seconds:.0f} s with {result.tool}{gpu}"))
+    for k, error in sorted(problems.items()):
+        text = str(error)
+        say(Text(text if text.startswith(labels[k].state.label) else f"{labels[k].state.label}: {text}", "bold red"))
+    if problems:
+        say(Text("The other hosts are complete. Run gnnfleet setup again to go on.", "bold red"))
+        return 1
+    if left:
+        say(Text(f"{count(left, 'problem')} above {'is' if left == 1 else 'are'} left to you; then run this again."))
+    elif not plan.work:
+        say(Text(f"Nothing to do: {count(len(plan.hosts), 'node')} complete.", "bold green"))
+    else:
+        say(Text(f"Set up {count(len(results), 'host')}. Next: {options.next_command}", "bold green"), soft_wrap=True)
+    return 3 if left else 0
 
 
 def config_packages(config: ResolvedConfig, more: Sequence[str]) -> tuple[str, ...]:
@@ -277,38 +296,3 @@ def _set_up(
     if answer["error"]:
         raise SetupError(f"{label}: {answer['error']}")
     return _Result(answer["seconds"], answer["tool"], answer["cuda"])
-
-
-def _left(plan: SetupPlan, failed: Sequence[NodeError]) -> int:
-    """Return the number of problems that only the user can solve."""
-    return len(plan.refused) + len(failed) + len(plan.without_tmux)
-
-
-def _conclude(
-    plan: SetupPlan,
-    failed: Sequence[NodeError],
-    results: Mapping[int, _Result],
-    problems: Mapping[int, Exception],
-    options: SetupOptions,
-) -> int:
-    """Print the results and return the exit status."""
-    say, labels = options.console.print, {host.state.node_rank: host for host in plan.hosts}
-    for k, result in sorted(results.items()):
-        host = labels[k]
-        gpu = "; torch cannot use the GPUs there" if host.state.gpus and not result.cuda else ""
-        packages = count(len(host.changes), "package")
-        say(Text(f"{host.state.label}: {packages} installed in {result.seconds:.0f} s with {result.tool}{gpu}"))
-    for k, error in sorted(problems.items()):
-        text = str(error)
-        say(Text(text if text.startswith(labels[k].state.label) else f"{labels[k].state.label}: {text}", "bold red"))
-    left = _left(plan, failed)
-    if problems:
-        say(Text("The other hosts are complete. Run gnnfleet setup again to go on.", "bold red"))
-        return 1
-    if left:
-        say(Text(f"{count(left, 'problem')} above {'is' if left == 1 else 'are'} left to you; then run this again."))
-    elif not plan.work:
-        say(Text(f"Nothing to do: {count(len(plan.hosts), 'node')} complete.", "bold green"))
-    else:
-        say(Text(f"Set up {count(len(results), 'host')}. Next: {options.next_command}", "bold green"), soft_wrap=True)
-    return 3 if left else 0

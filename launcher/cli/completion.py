@@ -14,11 +14,11 @@ from typing import Any, Literal
 import click
 from click.shell_completion import CompletionItem
 
-PROGRAM = "gnnfleet"
+_PROGRAM = "gnnfleet"
 
-VARIABLE = "_GNNFLEET_COMPLETE"  # environment variable of click's completion protocol, derived from PROGRAM
+_VARIABLE = "_GNNFLEET_COMPLETE"  # environment variable of click's completion protocol, derived from _PROGRAM
 
-Shell = Literal["bash", "zsh", "fish"]
+_Shell = Literal["bash", "zsh", "fish"]
 
 _EPILOG = """\b
 To enable completion in every new shell (gnnfleet must be on the PATH):
@@ -33,7 +33,7 @@ Example:
 
 @click.command(epilog=_EPILOG, short_help="Print the completion script for bash, zsh or fish.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]), required=False)
-def completion(shell: Shell | None) -> None:
+def completion(shell: _Shell | None) -> None:
     """Print a script that makes the shell complete commands, options, run ids, hosts and config keys.
 
     The default is your login shell ($SHELL).
@@ -45,7 +45,7 @@ def completion(shell: Shell | None) -> None:
     completer = get_completion_class(name) if name in ("bash", "zsh", "fish") else None
     if completer is None:
         raise click.UsageError(f"no completion for shell `{name}`; name a shell: gnnfleet completion bash|zsh|fish")
-    source = completer(gnnfleet, {}, PROGRAM, VARIABLE).source()
+    source = completer(gnnfleet, {}, _PROGRAM, _VARIABLE).source()
     click.echo(source.replace('string split ","', 'string split --max 1 ","'))  # fish: values may contain commas
 
 

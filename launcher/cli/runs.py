@@ -315,11 +315,11 @@ def resume(
     ctx.exit(report.exit_status)
 
 
-COMMANDS = (status, logs, profile, follow, attach, stop, collect, runs, resume)
+_COMMANDS = (status, logs, profile, follow, attach, stop, collect, runs, resume)
 
 
 def register_commands(group: click.Group) -> None:
-    for command in COMMANDS:
+    for command in _COMMANDS:
         group.add_command(command)
 
 

@@ -51,10 +51,10 @@ class Exported:
     notes: tuple[str, ...]
 
     def text(self) -> str:
-        return to_yaml(*self.manifests)
+        return _to_yaml(*self.manifests)
 
     def secret_text(self) -> str:
-        return to_yaml(self.secret)
+        return _to_yaml(self.secret)
 
 
 def export_kubernetes(request: ExportRequest, cluster: Cluster) -> Exported:
@@ -142,7 +142,7 @@ def resource_name(text: str) -> str:
     return name.strip("-")
 
 
-def to_yaml(*documents: Manifest) -> str:
+def _to_yaml(*documents: Manifest) -> str:
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000, explicit_start=True)
 
 

@@ -28,9 +28,9 @@ HOME = "/gnnfleet"  #: mount path of the volume with runs, parts and compiled ke
 
 PARTS = "/parts"  #: mount path of the volume for parts that are fetched from ``data.store``
 
-RUN, SECRETS = "/etc/gnnfleet/run", "/etc/gnnfleet/secrets"  #: mount paths of ConfigMap and Secret
+_RUN, _SECRETS = "/etc/gnnfleet/run", "/etc/gnnfleet/secrets"  #: mount paths of ConfigMap and Secret
 
-WAIT = 1800  #: seconds that a pod waits for the parts and for the other pods
+_WAIT = 1800  #: seconds that a pod waits for the parts and for the other pods
 
 _MOST_CONFIG = 1 << 20  # bytes of a ConfigMap
 
@@ -68,7 +68,7 @@ def job_spec(plan: LaunchPlan, nodes: Sequence[NodePlan], request: ExportRequest
     config, first = request.config, request.config.nodes[nodes[0].node_rank]
     fetches = config.data.store is not None
     mounts, volumes = claimed(plan.run_id, cluster)
-    mounts = [{"name": "run", "mountPath": RUN, "readOnly": True}, *mounts]
+    mounts = [{"name": "run", "mountPath": _RUN, "readOnly": True}, *mounts]
     volumes = [{"name": "run", "configMap": {"name": plan.run_id}}, *volumes]
     if fetches and not any(path == PARTS for _, path in cluster.claims):
         mounts.append({"name": "parts", "mountPath": PARTS})
@@ -79,17 +79,17 @@ def job_spec(plan: LaunchPlan, nodes: Sequence[NodePlan], request: ExportRequest
 
     # The init container fetches the node's parts; it alone gets the credentials of the store.
     secret = {"envFrom": [{"secretRef": {"name": cluster.store_secret}}]} if cluster.store_secret else {}
-    command = ["python3", "-m", "launcher.node.pods.fetch_in_pod", RUN]
+    command = ["python3", "-m", "launcher.node.pods.fetch_in_pod", _RUN]
     fetch = {"name": "fetch", **common, "command": command, "env": env, **secret, "volumeMounts": list(mounts)}
 
     # The container runs the supervisor. Processors are not limited, and memory only as ``memory`` of the node says.
     program = ["python3", "-m", "launcher.node.pods.pod"]
-    alive = {"exec": {"command": [*program, "--alive", RUN]}, "timeoutSeconds": 15}
+    alive = {"exec": {"command": [*program, "--alive", _RUN]}, "timeoutSeconds": 15}
     ports = {f"graph-{node.node_rank}"[:15]: node.service_port for node in nodes if node.server}
     if plan.nodes[plan.lead] in nodes:
         ports |= {"master": plan.master_port}
         ports |= {"control": plan.control_port} if plan.control_port else {}
-    mounts.append({"name": "secrets", "mountPath": SECRETS, "readOnly": True})
+    mounts.append({"name": "secrets", "mountPath": _SECRETS, "readOnly": True})
     volumes.append({"name": "secrets", "secret": {"secretName": plan.run_id, "defaultMode": 0o440}})
     if first.devices:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # NCCL needs more than 64 MiB
@@ -100,10 +100,10 @@ def job_spec(plan: LaunchPlan, nodes: Sequence[NodePlan], request: ExportRequest
     node = {
         "name": "node",
         **common,
-        "command": [*program, RUN, SECRETS],
+        "command": [*program, _RUN, _SECRETS],
         "env": [*env, {"name": "GNNFLEET_KERNELS", "value": f"{HOME}/kernels"}],
         "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()],
-        "startupProbe": {**alive, "periodSeconds": 10, "failureThreshold": math.ceil((WAIT * 3 + 60) / 10)},
+        "startupProbe": {**alive, "periodSeconds": 10, "failureThreshold": math.ceil((_WAIT * 3 + 60) / 10)},
         "livenessProbe": {**alive, "periodSeconds": 30, "failureThreshold": 4},
         "resources": {"requests": {"cpu": cpus_of(first, config), **size}, **({"limits": limits} if limits else {})},
         "volumeMounts": mounts,
@@ -178,7 +178,7 @@ def config_map(plan: LaunchPlan, request: ExportRequest, code_dir: str) -> Manif
         "version": exported_run.VERSION,
         "gnnfleet": __version__,
         "lead": plan.lead,
-        "wait": WAIT,
+        "wait": _WAIT,
         "encrypted": plan.encrypted,
         "addresses": [node.address for node in plan.nodes],
         "run_dirs": [node.run_dir for node in plan.nodes],

@@ -15,7 +15,7 @@ from launcher.plan.model import NodeFacts, NodePlan, Topology
 from launcher.plan.partition import PartitionFiles
 from launcher.text import spans
 
-SHARE = 2  #: edges take at most 1/SHARE of a GPU's memory, else of the host's memory
+_SHARE = 2  #: edges take at most 1/_SHARE of a GPU's memory, else of the host's memory
 
 _BY_CPU = "on the CPUs"
 
@@ -60,9 +60,9 @@ def _where(node: NodePlan, topology: Topology, num_parts: int, size: int, facts:
     if known is None or not (size and device):
         return f"{on_gpus}; {_RULE}"
     edges = f"edges (about {decimal(size)})"
-    if size <= device // SHARE:
+    if size <= device // _SHARE:
         return f"{on_gpus}; {edges} in device memory, at most half of {decimal(device)}"
-    limit = known.memory // SHARE
+    limit = known.memory // _SHARE
     if not known.memory or size <= limit:
         return (
             f"{on_gpus}; {edges} in page-locked memory of the host, as they are more than half of a "

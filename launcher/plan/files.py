@@ -36,17 +36,17 @@ def code_digest() -> str:
     """Return the SHA-256 over relative path and content of each file in :func:`code_files`."""
     digest = hashlib.sha256()
     for path in code_files():
-        digest.update(f"{relative(path)}\0{file_sha256(path)}\n".encode())
+        digest.update(f"{_relative(path)}\0{file_sha256(path)}\n".encode())
     return digest.hexdigest()
 
 
-def relative(path: Path) -> str:
+def _relative(path: Path) -> str:
     """Return the path of a code file relative to gnnfleet's code folder; this path is the same on all machines."""
     return path.relative_to(CODE_ROOT).as_posix()
 
 
 @dataclass(frozen=True)
-class SharedFiles:
+class _SharedFiles:
     """Files and text of a run that are the same for all nodes, created once."""
 
     code: tuple[PlannedFile, ...]  #: dest relative to the code folder
@@ -54,9 +54,9 @@ class SharedFiles:
     nodes: str  #: member ``nodes`` of every node.json
 
 
-def shared_files(context: PlanContext) -> SharedFiles:
+def shared_files(context: PlanContext) -> _SharedFiles:
     """Return the files that are equal on all nodes of a run: code, cluster.json and the list of nodes in node.json."""
-    code = tuple(copied(relative(path), path) for path in code_files())
+    code = tuple(copied(_relative(path), path) for path in code_files())
     known = [
         {
             field.name: value
@@ -82,7 +82,7 @@ def shared_files(context: PlanContext) -> SharedFiles:
     cluster = context.serving
     serving = {"name": cluster.name, "servers": [asdict(server) for server in cluster.servers]} if cluster else None
     described = {**head, "nodes": nodes, "serving": serving}
-    return SharedFiles(
+    return _SharedFiles(
         code,
         generated("cluster.json", json.dumps(described, indent=1)),
         json.dumps(known, separators=(",", ":")),
@@ -90,7 +90,7 @@ def shared_files(context: PlanContext) -> SharedFiles:
 
 
 def node_files(
-    context: PlanContext, node: NodePlan, shared: SharedFiles, manifest: PartitionFiles | None
+    context: PlanContext, node: NodePlan, shared: _SharedFiles, manifest: PartitionFiles | None
 ) -> tuple[PlannedFile, ...]:
     """Return the files that a node needs before its processes start, except gnnfleet's code.
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 _CONTROL_PORT = 29400
 
-MASTER_PORT = 29500
+_MASTER_PORT = 29500
 
-SERVICE_PORT = 29600
+_SERVICE_PORT = 29600
 
 _RESTART_PORT = 20000
 
@@ -34,7 +34,7 @@ def master_candidates(config: ClusterConfig) -> tuple[int, ...]:
     if config.run.master_port != "auto":
         return (config.run.master_port,)
     taken = {*_fixed_service_ports(config), config.run.control_port}
-    return _untaken_ports(taken, MASTER_PORT)
+    return _untaken_ports(taken, _MASTER_PORT)
 
 
 def control_candidates(config: ClusterConfig) -> tuple[int, ...]:
@@ -73,7 +73,7 @@ def service_candidates(config: ClusterConfig, node_rank: int) -> tuple[int, ...]
         return ()
     if config.run.service_port != "auto":
         return (config.run.service_port + node_rank,)
-    first, step = SERVICE_PORT + node_rank, len(config.nodes)
+    first, step = _SERVICE_PORT + node_rank, len(config.nodes)
     ports = range(first, min(first + step * _CANDIDATES, 65536), step)
     return tuple(port for port in ports if port not in (config.run.master_port, config.run.control_port))
 

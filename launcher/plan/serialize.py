@@ -20,7 +20,7 @@ from launcher.node.json_reader import loads
 from launcher.plan.model import LaunchPlan
 from trainer.core.typed import convert
 
-FORMAT, VERSION = "gnnfleet-run", 3
+_FORMAT, _VERSION = "gnnfleet-run", 3
 
 _MOST = 1 << 28  # maximum bytes of a compressed plan after decompression
 
@@ -43,7 +43,7 @@ def to_json(plan: LaunchPlan) -> str:
 
 def run_json(plan: LaunchPlan) -> str:
     """Return the text of the ``run.json`` of a plan."""
-    head = {"format": FORMAT, "version": VERSION, "run_id": plan.run_id}
+    head = {"format": _FORMAT, "version": _VERSION, "run_id": plan.run_id}
     values = _builtins(replace(plan, code=(), nodes=tuple(replace(node, files=()) for node in plan.nodes)))
     text = json.dumps({**head, "plan": values})
     if len(text) <= _LARGE:
@@ -62,8 +62,8 @@ def read_run(text: str) -> LaunchPlan:
         kind = values.get("format"), values.get("version")
     except (ValueError, AttributeError) as error:
         raise FleetError(f"run.json is damaged: {error}") from None
-    if kind != (FORMAT, VERSION):
-        raise FleetError(f"run.json is of format {kind[0]} version {kind[1]}; this program reads {FORMAT} {VERSION}")
+    if kind != (_FORMAT, _VERSION):
+        raise FleetError(f"run.json is of format {kind[0]} version {kind[1]}; this program reads {_FORMAT} {_VERSION}")
     try:
         packed = values.get("packed")
         plan = loads(decompress(base64.b64decode(packed), _MOST), _MOST) if packed else values.get("plan")

@@ -13,9 +13,9 @@ from launcher.plan.model import NodeFacts, NodePlan, Topology
 from launcher.plan.partition import PartitionFiles
 from launcher.text import count
 
-MOST = 4 * 10**9  #: limit of ``auto``: bytes of edges per host
+_MOST = 4 * 10**9  #: limit of ``auto``: bytes of edges per host
 
-SHARE = 10  #: limit of ``auto``: edges may take 1/SHARE of a host's memory
+_SHARE = 10  #: limit of ``auto``: edges may take 1/_SHARE of a host's memory
 
 _MOST_FILES = 100_000  # limit of ``auto``: files sent to all nodes, which grow with the square of the number of nodes
 
@@ -67,10 +67,10 @@ def decide(
         sharing = on_host[host_key(config, host)]
         needed = sharing * found
         each = f" for each of {count(sharing, 'node')} on {host.host}" if sharing > 1 else ""
-        if needed > MOST:
-            return Topology("partitioned", f"{why}{each}; the limit is {decimal(MOST)} per host", found)
+        if needed > _MOST:
+            return Topology("partitioned", f"{why}{each}; the limit is {decimal(_MOST)} per host", found)
         memory = facts[node.node_rank].memory if node.node_rank in facts else 0
-        if memory and needed > memory // SHARE:
+        if memory and needed > memory // _SHARE:
             whose = f"more than a tenth of the memory of {node.label}, {decimal(memory)}"
             return Topology("partitioned", f"{why}{each}, {whose}", found)
     return Topology("replicated", why, found)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Program:
+class _Program:
     """How a program that starts containers shows folders and variables of the host; ``{0}`` stands for each of them."""
 
     subcommand: str = ""  #: word behind which the options belong; '': behind the program itself
@@ -29,14 +29,14 @@ _BIND = "--bind={0}:{0}"
 _AS_HOST = ("--rm", "--interactive", "--pid=host", "--network=host", "--ipc=host", "--uts=host")
 
 #: Other words (``conda`` besides ``conda run``, numactl, own scripts) stay as they are.
-PROGRAMS: Mapping[str, Program] = {
-    "apptainer": Program("exec", _BIND),
-    "singularity": Program("exec", _BIND),
-    "ch-run": Program("", _BIND),
-    "podman": Program("run", "--volume={0}:{0}", "--env={0}", _AS_HOST, ("/tmp",)),
-    "docker": Program("run", "--volume={0}:{0}", "--env={0}", (*_AS_HOST, "--user={ids}"), ("/tmp",)),
-    "enroot": Program("start", "--mount={0}:{0}", "--env={0}", (), ("/tmp",)),
-    "conda": Program("run", more=("--no-capture-output",)),
+_PROGRAMS: Mapping[str, _Program] = {
+    "apptainer": _Program("exec", _BIND),
+    "singularity": _Program("exec", _BIND),
+    "ch-run": _Program("", _BIND),
+    "podman": _Program("run", "--volume={0}:{0}", "--env={0}", _AS_HOST, ("/tmp",)),
+    "docker": _Program("run", "--volume={0}:{0}", "--env={0}", (*_AS_HOST, "--user={ids}"), ("/tmp",)),
+    "enroot": _Program("start", "--mount={0}:{0}", "--env={0}", (), ("/tmp",)),
+    "conda": _Program("run", more=("--no-capture-output",)),
 }
 
 
@@ -51,7 +51,7 @@ def wrapped(
     place = _options_at(wrap)
     if not place:
         return wrap
-    program = PROGRAMS[place[0]]
+    program = _PROGRAMS[place[0]]
     options = [word.format(ids=ids) for word in program.more if ids or "{ids}" not in word]
     if program.bind:
         given = list(filter(None, folders))  # of these, not those that lie in another one
@@ -67,7 +67,7 @@ def wrapped(
 def _options_at(wrap: tuple[str, ...]) -> tuple[str, int] | None:
     """Return the name of the first known program in ``wrap``, and where its options belong; None without one."""
     for index, word in enumerate(wrap):
-        program = PROGRAMS.get(name := posixpath.basename(word))
+        program = _PROGRAMS.get(name := posixpath.basename(word))
         if program and not program.subcommand:
             return name, index + 1
         if program and program.subcommand in wrap[index + 1 :]:

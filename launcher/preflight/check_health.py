@@ -16,7 +16,7 @@ from launcher.transport.rpc import NodeAgent
 
 _HOT = 87  # °C from which GPUs of data centres lower their clocks
 
-SLOW = 0.7  #: share of the median below which a host counts as slow
+_SLOW = 0.7  #: share of the median below which a host counts as slow
 
 _SECONDS = 0.6  # for each of three measurements
 
@@ -82,7 +82,7 @@ def measured(agents: Mapping[int, NodeAgent], folders: Mapping[int, str]) -> dic
 def slow_hosts(
     figures: Mapping[int, Mapping[str, Any]], probes: Mapping[int, Mapping[str, Any]]
 ) -> dict[int, list[str]]:
-    """Return what is slow on each host, by node_rank: figures below ``SLOW`` of the median of hosts alike.
+    """Return what is slow on each host, by node_rank: figures below ``_SLOW`` of the median of hosts alike.
 
     Hosts with the same number of processors are alike.
     """
@@ -91,7 +91,7 @@ def slow_hosts(
         alike = [one for j, one in figures.items() if probes[j]["cpus"] == probes[k]["cpus"] and one["by"] == own["by"]]
         for name, verb, unit in _FIGURES:
             usual = median(one[name] for one in alike)
-            if len(alike) > 1 and own[name] < SLOW * usual:
+            if len(alike) > 1 and own[name] < _SLOW * usual:
                 pool = f"the median of the {len(alike)} hosts with {count(probes[k]['cpus'], 'processor')}"
                 share = f"{own[name] / usual:.0%}".replace("%", " %")
                 found[k].append(f"{verb} at {share} of {pool} ({_short(own[name])} of {_short(usual)} {unit})")

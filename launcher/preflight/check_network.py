@@ -24,7 +24,7 @@ _REASONS = {
 _ALL = ""  # a use: all ports of the node
 
 
-class Group(NamedTuple):
+class _Group(NamedTuple):
     """Blocked routes from some nodes to others, on ports of the same use and for the same reason."""
 
     sources: frozenset[int]  #: node_ranks
@@ -39,7 +39,7 @@ def network_findings(survey: Survey, result: Connectivity) -> Iterator[Finding]:
         for use, why in listeners.refused.items():
             remedy = f"end the process that uses it, or set `{_SETTINGS[use]}` to another port"
             yield survey.finding(k, "block", use, f"cannot listen on its {use}: {why}", remedy)
-    groups = grouped(result.blocked, result.listening, result.reach)
+    groups = _grouped(result.blocked, result.listening, result.reach)
     affected = {k for group in groups for k in (*group.sources, *group.targets)}
     success = f"all {result.pairs:,} pairs reach each other"
     if result.untested:
@@ -76,25 +76,23 @@ def network_findings(survey: Survey, result: Connectivity) -> Iterator[Finding]:
 # -- grouping ------------------------------------------------------------
 
 
-def grouped(
-    blocked: Collection[BlockedRoute], nodes: Collection[int], reach: Mapping[int, frozenset[int]] | None = None
-) -> list[Group]:
+def _grouped(
+    blocked: Collection[BlockedRoute], nodes: Collection[int], wanted: Mapping[int, frozenset[int]]
+) -> list[_Group]:
     """Combine blocked routes into few groups. All routes of a node that reaches no other node form one group.
 
-    ``reach``: the nodes that each node must reach; None: all other nodes.
+    ``wanted``: the nodes that each node must reach.
     """
-    everyone = frozenset(nodes)
-    wanted = reach or {k: everyone - {k} for k in everyone}
     lost: dict[int, set[int]] = defaultdict(set)
     for one in blocked:
         lost[one.source].add(one.endpoint.node_rank)
     isolated = {k for k, others in lost.items() if len(wanted[k]) > 1 and others >= wanted[k]}
-    isolated = isolated if len(isolated) < len(everyone) else set()
+    isolated = isolated if len(isolated) < len(nodes) else set()
     groups = []
     for k in sorted(isolated):
         reasons = [one.why for one in blocked if one.source == k]
         commonest = max(sorted(set(reasons)), key=reasons.count)
-        groups.append(Group(frozenset([k]), tuple(sorted(wanted[k])), _ALL, commonest))
+        groups.append(_Group(frozenset([k]), tuple(sorted(wanted[k])), _ALL, commonest))
     sources: dict[tuple[int, str, str], set[int]] = defaultdict(set)
     for one in blocked:
         if one.source not in isolated:
@@ -109,7 +107,7 @@ def grouped(
     for (target, others, why), which in closed.items():
         for use in [_ALL] if which >= {SERVICE, FREE} else sorted(which):
             targets[others, use, why].append(target)
-    found = [Group(who, tuple(sorted(ks)), use, why) for (who, use, why), ks in targets.items()]
+    found = [_Group(who, tuple(sorted(ks)), use, why) for (who, use, why), ks in targets.items()]
     return groups + sorted(found, key=lambda group: (group.targets, group.use))
 
 
@@ -120,7 +118,7 @@ def _node_names(ranks: Collection[int], all_of: int) -> str:
     return "all" if len(ranks) == all_of and len(ranks) > 1 else spans(sorted(ranks), "node")
 
 
-def _port_text(result: Connectivity, group: Group) -> str:
+def _port_text(result: Connectivity, group: _Group) -> str:
     """Return the port of the group's targets: ``:29500``, or ``(service ports)`` if the targets have different ports.
 
     '' if the blocked routes of the group concern all ports, or the free ports that gloo and NCCL choose.
@@ -131,7 +129,7 @@ def _port_text(result: Connectivity, group: Group) -> str:
     return f":{ports.pop()}" if len(ports) == 1 else f" ({group.use}s)"
 
 
-def _remedy(survey: Survey, result: Connectivity, group: Group) -> str:
+def _remedy(survey: Survey, result: Connectivity, group: _Group) -> str:
     found = set()
     for k in group.targets:
         if group.use == MASTER and survey.config.run.master_addr != "auto":

@@ -33,11 +33,11 @@ from trainer.core.train_config import TRACKERS
 
 _TRACKERS = tuple(tracker.package.replace("-", "_") for tracker in TRACKERS.values())
 
-ALL = 99  #: all numbers of a version
+_ALL = 99  #: all numbers of a version
 
 
 @dataclass(frozen=True)
-class Rule:
+class _Rule:
     """How many leading numbers of one package's version must be equal on all nodes."""
 
     name: str
@@ -47,31 +47,31 @@ class Rule:
 
 
 RULES = (
-    Rule("python", 2),
-    Rule("torch", 2),
-    Rule("torch_geometric", 2, "bundled"),
-    Rule("numba", 2, "bundled"),
-    Rule("numpy", 2, "bundled"),
-    Rule("msgspec", 0, "bundled"),
-    Rule("click", 0, "bundled"),
-    Rule("rich", 0, "bundled"),
-    Rule("cuda", 1, devices=True),
-    Rule("nccl", ALL, devices=True),
-    Rule("driver", 0, devices=True),
-    Rule("build", 0),
-    Rule("glibc", 0),
-    Rule("arch", 0),
-    Rule("fsspec", 0),
-    Rule("s3fs", 0),
-    Rule("gcsfs", 0),
-    Rule("prometheus_client", 0),
-    *(Rule(package, 0) for package in _TRACKERS),
+    _Rule("python", 2),
+    _Rule("torch", 2),
+    _Rule("torch_geometric", 2, "bundled"),
+    _Rule("numba", 2, "bundled"),
+    _Rule("numpy", 2, "bundled"),
+    _Rule("msgspec", 0, "bundled"),
+    _Rule("click", 0, "bundled"),
+    _Rule("rich", 0, "bundled"),
+    _Rule("cuda", 1, devices=True),
+    _Rule("nccl", _ALL, devices=True),
+    _Rule("driver", 0, devices=True),
+    _Rule("build", 0),
+    _Rule("glibc", 0),
+    _Rule("arch", 0),
+    _Rule("fsspec", 0),
+    _Rule("s3fs", 0),
+    _Rule("gcsfs", 0),
+    _Rule("prometheus_client", 0),
+    *(_Rule(package, 0) for package in _TRACKERS),
 )
 
 _SPOKEN = {"cuda": "torch's CUDA", "nccl": "NCCL", "build": "torch build", "arch": "processor"}
 
 
-def usual(versions: Iterable[str]) -> str:
+def _usual(versions: Iterable[str]) -> str:
     """Return the most frequent version, the first of equally frequent ones; '' if there is none."""
     counts = Counter(version for version in versions if version)
     return counts.most_common(1)[0][0] if counts else ""
@@ -81,7 +81,7 @@ def usual(versions: Iterable[str]) -> str:
 class _Difference:
     """A package version on one node, and the different version on most nodes."""
 
-    rule: Rule
+    rule: _Rule
     found: str  #: version on the node
     usual: str  #: version on most nodes
     others: tuple[int, ...]  #: node_ranks with the usual version
@@ -101,15 +101,15 @@ def leading(version: str, numbers: int) -> str:
     return ".".join(version.partition("+")[0].split(".")[:numbers])
 
 
-def differences(rule: Rule, versions: Mapping[int, str]) -> dict[int, _Difference]:
+def differences(rule: _Rule, versions: Mapping[int, str]) -> dict[int, _Difference]:
     """Return the difference of each node whose version differs from that on most nodes, by node_rank.
 
     ``versions``: version by node_rank; nodes with '' are skipped.
     """
     known = {k: version.partition("+")[0] for k, version in sorted(versions.items()) if version}
-    compatible = usual(leading(version, rule.numbers) for version in known.values()) if rule.numbers else ""
+    compatible = _usual(leading(version, rule.numbers) for version in known.values()) if rule.numbers else ""
     agreeing = [k for k, version in known.items() if leading(version, rule.numbers) == compatible]
-    most = usual(known[k] for k in agreeing)
+    most = _usual(known[k] for k in agreeing)
     found = {}
     for k, version in known.items():
         if version != most:
@@ -157,7 +157,7 @@ def package_findings(survey: Survey) -> Iterator[Finding]:
             yield survey.finding(k, "ok", "versions", ", ".join(shown) + more)
 
 
-def _version(survey: Survey, k: int, rule: Rule) -> str:
+def _version(survey: Survey, k: int, rule: _Rule) -> str:
     if rule.name == "driver":
         return str(survey.probes[k]["driver"])
     if rule.name == "build":
@@ -180,7 +180,7 @@ def _packages(survey: Survey, k: int, odd: Sequence[_Difference]) -> Iterator[Fi
         if survey.config.nodes[k].wrap:
             check = "container"  # `gnnfleet setup` cannot help
             wanted = [*missing, *(one.name for one in differing), *without_cuda]
-            remedy, command = f"add to the container's image: `{repair(survey, k, wanted)}`", ""
+            remedy, command = f"add to the container's image: `{_repair(survey, k, wanted)}`", ""
         elif _has_system_python(survey, k):
             pins = [_pin(survey, k, name) for name in _needed(survey, k)]
             remedy = f"create a virtual environment, and set `venv: {OWN_VENV}` of this node"
@@ -190,7 +190,7 @@ def _packages(survey: Survey, k: int, odd: Sequence[_Difference]) -> Iterator[Fi
                 remedy = f"create a virtual environment, and use it by `--set {key}` or by `venv` in the cluster file"
             command = "; ".join([*survey.config.nodes[k].setup, new_venv(OWN_VENV, pins, _torch_tag(survey, k))])
         else:
-            remedy, command = "", repair(survey, k, [*missing, *(one.name for one in differing), *without_cuda])
+            remedy, command = "", _repair(survey, k, [*missing, *(one.name for one in differing), *without_cuda])
         if missing and (replaced := survey.config.nodes[k].replaces):
             words.insert(0, replaced)
             given = "delete that key of the node if the environment of `defaults` is on the host"
@@ -231,7 +231,7 @@ def _breaks(
     return any(name in needed for name in missing) or any(one.rule.needed_by == "all" for one in differing)
 
 
-def repair(survey: Survey, k: int, names: Sequence[str]) -> str:
+def _repair(survey: Survey, k: int, names: Sequence[str]) -> str:
     """Return the shell command that installs the packages ``names`` on node ``k`` in the versions of most nodes."""
     python = survey.probes[k].get("inside", survey.probes[k])["python"]
     pip = f"{shlex.quote(python)} -m pip"
@@ -271,8 +271,8 @@ def _most_frequent_version(survey: Survey, name: str, ranks: Sequence[int]) -> s
     """Return the version of package ``name`` that most of the nodes ``ranks`` have, without its build tag."""
     rule = next(rule for rule in RULES if rule.name == name)
     versions = [survey.version(k, name).partition("+")[0] for k in ranks]
-    compatible = usual(leading(version, rule.numbers) for version in versions)
-    return usual(version for version in versions if leading(version, rule.numbers) == compatible)
+    compatible = _usual(leading(version, rule.numbers) for version in versions)
+    return _usual(version for version in versions if leading(version, rule.numbers) == compatible)
 
 
 def _nodes_like(survey: Survey, k: int) -> list[int]:
@@ -288,7 +288,7 @@ def _torch_tag(survey: Survey, k: int) -> str:
     """
     like = [j for j in _nodes_like(survey, k) if survey.version(j, "torch")]
     if survey.config.nodes[k].devices:
-        cuda = usual(survey.version(j, "cuda") for j in like)
+        cuda = _usual(survey.version(j, "cuda") for j in like)
         return f"cu{cuda.replace('.', '')}" if cuda else ""
     tags = [survey.version(j, "torch").partition("+")[2] for j in like]
     if not tags:

@@ -13,13 +13,13 @@ from trainer.core.remote_settings import CacheSize
 _MB = 10**6
 
 # Private memory of gnnfleet's processes on a tiny graph, in bytes, measured with torch 2.13.0+cpu, Python 3.11, x86_64:
-SUPERVISOR = 20 * _MB  #: supervisor, with watch.py
+_SUPERVISOR = 20 * _MB  #: supervisor, with watch.py
 
 _RUNNER = 10 * _MB  # runner of one rank
 
-SERVER = 60 * _MB  #: graph server
+_SERVER = 60 * _MB  #: graph server
 
-RANK = 260 * _MB  #: one rank of the bundled trainer
+_RANK = 260 * _MB  #: one rank of the bundled trainer
 
 
 def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int:
@@ -28,8 +28,8 @@ def base_memory(config: ClusterConfig, node_rank: int, own_command: bool) -> int
     Ranks of a user's own command count as 0, as their memory is unknown.
     """
     node = config.nodes[node_rank]
-    ranks = (_RUNNER + (0 if own_command else RANK)) * node.nproc if node.trains else 0
-    return SUPERVISOR + (SERVER if serves(config, node_rank) else 0) + ranks
+    ranks = (_RUNNER + (0 if own_command else _RANK)) * node.nproc if node.trains else 0
+    return _SUPERVISOR + (_SERVER if serves(config, node_rank) else 0) + ranks
 
 
 def batch_memory(config: ClusterConfig, node_rank: int, graph: GraphSize | None, cpus: int) -> int:

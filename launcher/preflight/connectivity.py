@@ -15,7 +15,7 @@ import secrets
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from launcher.config.roles import gateways, lead, trainers
@@ -56,7 +56,7 @@ class BlockedRoute(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Listeners:
+class _Listeners:
     """The addresses and ports at which one node listens during the network test."""
 
     own: tuple[str, ...]  #: the node's own addresses for gloo and NCCL, the best first
@@ -78,12 +78,12 @@ class Listeners:
 class Connectivity:
     """The result of the network test. Keys of the mappings are node_ranks."""
 
-    listening: Mapping[int, Listeners]
+    listening: Mapping[int, _Listeners]
     address: Mapping[int, str]  #: the address that was chosen among the node's own
     blocked: tuple[BlockedRoute, ...]
     pairs: int  #: number of ordered pairs of nodes that were tested
-    errors: Mapping[int, Exception] = field(default_factory=dict)  #: of nodes whose test program failed
-    reach: Mapping[int, frozenset[int]] = field(default_factory=dict)  #: the other nodes that each node must reach
+    errors: Mapping[int, Exception]  #: of nodes whose test program failed
+    reach: Mapping[int, frozenset[int]]  #: the other nodes that each node must reach
     untested: int = 0  #: number of other pairs that must reach each other: not tested, as no route was blocked
 
 
@@ -195,7 +195,7 @@ class ConnectivityTest:
         self.config, self.probes, self.facts, self.agents = config, probes, facts, agents
         self.token = secrets.token_hex(8)
         self.routes = RequiredRoutes(config)
-        self.listening: dict[int, Listeners] = {}
+        self.listening: dict[int, _Listeners] = {}
         self.errors: dict[int, Exception] = {}
 
     def run(self) -> Connectivity:
@@ -229,7 +229,7 @@ class ConnectivityTest:
             blocked = [one for k in unreached for one in closed[k, chosen[k]]]
         return Connectivity(self.listening, chosen, tuple(blocked), pairs, self.errors, reach)
 
-    def _open(self, k: int) -> Listeners:
+    def _open(self, k: int) -> _Listeners:
         kept: dict[str, int] = {}
         refused: dict[str, str] = {}
         # Another launch may have taken a port since it was found free, if only for its own test: the next one is tried.
@@ -250,7 +250,7 @@ class ConnectivityTest:
         refused = {use: why for use, why in refused.items() if use not in kept}
         given = self.config.nodes[k].address or ""
         public = "" if given in own else given
-        return Listeners(own, public, kept | {FREE: reply["free"]}, refused)
+        return _Listeners(own, public, kept | {FREE: reply["free"]}, refused)
 
     def _endpoints(self, chosen: Mapping[int, str]) -> list[_Endpoint]:
         master = "" if self.config.run.master_addr == "auto" else self.config.run.master_addr

@@ -60,7 +60,7 @@ def print_findings(report: PreflightReport, console: Console) -> None:
         column.overflow = "fold"  # a fingerprint or a path must not be cut
     table.columns[2].max_width = 26 if console.width < UNBOUNDED else None
     for (severity, check, message), findings in _rows(report.findings).items():
-        table.add_row(f"[{_STYLES[severity]}]{severity}[/]", check, nodes_of(findings, everyone), escape(message))
+        table.add_row(f"[{_STYLES[severity]}]{severity}[/]", check, _nodes_of(findings, everyone), escape(message))
     console.print(table)
     for severity, title in _TITLES.items():
         # One line for each remedy; commands are on lines of their own.
@@ -71,7 +71,7 @@ def print_findings(report: PreflightReport, console: Console) -> None:
         if same:
             console.print(f"[{_STYLES[severity]}]{title}[/]")
         for (check, remedy, command), nodes in same.items():
-            line = f"  {nodes_of(nodes, everyone)}, {check}: {remedy}".rstrip(": ") + (":" if command else "")
+            line = f"  {_nodes_of(nodes, everyone)}, {check}: {remedy}".rstrip(": ") + (":" if command else "")
             console.print(Text(line), soft_wrap=True)
             for pasted in _commands(nodes) if command else ():
                 console.print(Text(f"    {pasted}"), soft_wrap=True)
@@ -106,7 +106,7 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
+def _nodes_of(findings: Sequence[Finding], everyone: Sequence[int]) -> str:
     """Return the names of the nodes that have ``findings``: ``node3 (gnn4)``, ``all 64 nodes``, ranges, or ``all but
     …``.
 

@@ -28,7 +28,7 @@ from launcher.transport.base import Transport
 
 _TAIL = 10  # lines of each log shown first by ``gnnfleet follow``
 
-Starts = Mapping[int, Callable[[], None]]
+_Starts = Mapping[int, Callable[[], None]]
 
 
 @dataclass
@@ -52,7 +52,7 @@ def conduct(
     transports: Mapping[int, Transport],
     interrupts: Interrupts,
     *,
-    starts: Starts | None = None,
+    starts: _Starts | None = None,
     offsets: Mapping[int, float] | None = None,
     leave_when_trained: bool = False,
 ) -> RunReport:

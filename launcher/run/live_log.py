@@ -35,7 +35,7 @@ _BATCH = 0.1  # seconds; lines of this period are printed together above the liv
 
 _SHARE = 0.7  # largest fraction of the terminal's height for the live view
 
-Metric = Mapping[str, Any]
+_Metric = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class LiveLog:
                 self._held[source] = _Held(time.monotonic() + _HOLD, list(lines[first:]))
             self._print(lines[:first])
 
-    def metric(self, metric: Metric) -> None:
+    def metric(self, metric: _Metric) -> None:
         """Add a metrics line to the table; without a table, print a progress line every few seconds."""
         with self._lock:
             self.board.metric(metric)

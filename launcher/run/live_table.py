@@ -16,7 +16,7 @@ from launcher.report.device_use import DeviceUse, known_number, mean, together
 from launcher.report.events import finding_words
 from launcher.text import GAP, Column, between_words, count, fitting, spans, valued
 
-Metric = Mapping[str, Any]
+_Metric = Mapping[str, Any]
 
 _RATE_AFTER = 3.0  # seconds of steps before the remaining time is estimated
 
@@ -41,7 +41,7 @@ class RankRow:
     t: float = -math.inf  #: time of the metrics line, by its node's clock
     ended: str = ""  #: 'done' or 'failed'
 
-    def update(self, metric: Metric) -> None:
+    def update(self, metric: _Metric) -> None:
         """Update all fields from a ``step`` metrics line or a heartbeat, unless it is older than the last one.
 
         A value of the wrong type becomes None.
@@ -136,7 +136,7 @@ class Board:
         for rank in self.nodes[node_rank].ranks:
             self.ranks[rank].ended = ""
 
-    def metric(self, metric: Metric) -> None:
+    def metric(self, metric: _Metric) -> None:
         """Update a rank from a ``step`` metrics line; ignore other lines and unknown ranks."""
         row = self.ranks.get(metric.get("rank", -1))
         if row is None or metric.get("kind") != "step":
@@ -254,7 +254,7 @@ _STYLES = ("bold red", "yellow", "yellow", "")  # by severity
 
 
 #: Severity (from ``Board.severity``, 0 to 3; 0 is the most urgent), and a cell per column.
-Row = tuple[int, tuple[str, ...]]
+_Row = tuple[int, tuple[str, ...]]
 
 #: About the last steps of ranks, with the cells of ``step_cells``; those without a value are left out.
 STEP_COLUMNS = (
@@ -292,7 +292,7 @@ def render(board: Board, width: int, height: int, now: float, question: Sequence
     nodes = sorted(board.nodes.values(), key=lambda node: (board.severity(node.node_rank, now), node.node_rank))
     by_rank = sum(max(1, len(node.ranks)) for node in nodes) <= room
     shown, rest = (nodes, []) if by_rank or len(nodes) <= room else (nodes[: room - 1], nodes[room - 1 :])
-    rows: list[Row] = []
+    rows: list[_Row] = []
     for node in shown if rest else sorted(nodes, key=lambda node: node.node_rank):
         ranks = [board.ranks[rank] for rank in node.ranks]
         severity, age = board.severity(node.node_rank, now), node.age(now)

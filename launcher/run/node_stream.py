@@ -26,7 +26,7 @@ RETRY_EVERY = 2.0  #: seconds between attempts to reconnect, at first
 
 _RETRY_SLOWEST = 10.0
 
-Start = Callable[[], None]  #: starts the node's supervisor; raises FleetError
+_Start = Callable[[], None]  #: starts the node's supervisor; raises FleetError
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class NodeStream(threading.Thread):
         enough: threading.Event,
         *,
         connect_timeout: float,
-        start: Start | None = None,
+        start: _Start | None = None,
         start_timeout: float = 0.0,
         only: str = "*.jsonl,logs/rank*.log",
         skip: Sequence[str] = (),

@@ -126,7 +126,7 @@ class FileTransfer(ABC):
 
         below: folder in which the node deletes what is no file but stands in the place of one.
         """
-        entries = [entry_of(file) for file in files]
+        entries = [_entry_of(file) for file in files]
         request = {"op": "inventory", "files": entries, "folders": list(folders), "below": below}
         return self.ask(request, hash_time(files))
 
@@ -170,7 +170,7 @@ class FileTransfer(ABC):
     def _commit_once(self, files: list[PlannedFile]) -> list[tuple[PlannedFile, str]]:
         if not files:
             return []
-        request = {"op": "commit", "files": [{**entry_of(file), "mode": file.mode} for file in files]}
+        request = {"op": "commit", "files": [{**_entry_of(file), "mode": file.mode} for file in files]}
         answers = self.ask(request, hash_time(files))["files"]
         return [(file, answer["error"]) for file, answer in zip(files, answers, strict=True) if answer["error"]]
 
@@ -242,7 +242,7 @@ def ask_files(transport: Transport, node: _Receiver, request: dict[str, Any], ti
     return answer
 
 
-def entry_of(file: PlannedFile) -> dict[str, Any]:
+def _entry_of(file: PlannedFile) -> dict[str, Any]:
     return {"path": file.dest, "bytes": file.bytes, "sha256": file.sha256}
 
 

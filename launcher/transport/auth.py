@@ -84,9 +84,7 @@ class SshLogin(AuthStrategy):
     password. If the login to such a host needs a password, ``authenticate`` raises the error of ``distrust``.
     """
 
-    def __init__(
-        self, host: SshHost, credentials: Credentials, distrust: Callable[[], HostKeyError | None] = lambda: None
-    ):  # fmt: skip
+    def __init__(self, host: SshHost, credentials: Credentials, distrust: Callable[[], HostKeyError | None]):
         super().__init__(ssh_config=paramiko.SSHConfig())
         self.host, self.credentials, self._distrust = host, credentials, distrust
         self.files = (credentials.key,) if credentials.key else host.identity_files
@@ -113,7 +111,7 @@ class SshLogin(AuthStrategy):
 
     def authenticate(self, transport: paramiko.Transport) -> list[SourceResult]:
         distrust = self._distrust()
-        with closing(Agent(self.host.agent)) as agent:  # stays open, as the agent signs during the login
+        with closing(_Agent(self.host.agent)) as agent:  # stays open, as the agent signs during the login
             self._agent_keys = agent.get_keys()
             offers = [each for each in self.get_sources() if distrust is None or each.method == "publickey"]
             try:
@@ -220,7 +218,7 @@ def _answering(password: str) -> Callable[[str, str, Sequence[tuple[str, bool]]]
 # -- keys ------------------------------------------------------------------
 
 
-class Agent(AgentSSH):
+class _Agent(AgentSSH):
     """paramiko's agent client on the socket at ``path``; it has no keys if no agent listens there."""
 
     def __init__(self, path: str):
@@ -375,7 +373,7 @@ class _Question:
 class Passwords:
     """Asks for passwords and passphrases, once for all nodes that need them; keeps them in memory only."""
 
-    def __init__(self, config: ClusterConfig, ask: AskPassword = ask_password):
+    def __init__(self, config: ClusterConfig, ask: AskPassword):
         self._config, self._ask = config, ask
         wanted = [rank for rank, node in enumerate(config.nodes) if node.password and not config.shares_files]
         self._questions: dict[int, tuple[_Question, ...]] = {}

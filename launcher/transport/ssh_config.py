@@ -39,7 +39,7 @@ _RESOLVE_TIMEOUT = 20.0  # seconds; Match exec and canonical names may wait for 
 
 Options = Mapping[str, Sequence[str]]  #: values by keyword in lower case, in the order found
 
-Blocks = Sequence[
+_Blocks = Sequence[
     tuple[Sequence[str], Sequence[str]]
 ]  #: per ``Host`` line of ssh_config: its patterns, the lines below
 
@@ -203,7 +203,7 @@ def _resolved(name: str, user: str | None, port: int | None) -> SshHost:
     return _ssh_host(name, user, port, {**entry.options, "hostname": [host]} if host else entry.options)
 
 
-def _lookup_key(name: str, blocks: Blocks | None) -> tuple[str, object]:
+def _lookup_key(name: str, blocks: _Blocks | None) -> tuple[str, object]:
     """Return the HostName for ``name`` in ssh_config (default: ``name``), and a cache key for the output of ``ssh -G``.
 
     Names whose options differ only in HostName have the same key. If this cannot be determined, returns ("", name):
@@ -217,7 +217,7 @@ def _lookup_key(name: str, blocks: Blocks | None) -> tuple[str, object]:
 
 
 @lru_cache(maxsize=16)
-def _blocks(config: Path, stamp: object) -> Blocks | None:
+def _blocks(config: Path, stamp: object) -> _Blocks | None:
     """Return the ``Host`` blocks of ssh_config; None if options may depend on more than ``Host`` patterns."""
     blocks: list[tuple[list[str], list[str]]] = [(["*"], [])]
     for line in (*config_lines(), "Host *", *config_lines(_SYSTEM_CONFIG)):

@@ -76,12 +76,12 @@ class Outcome:
         )
 
     @classmethod
-    def of_node(cls, node_rank: int, host: str, note: str, when: float, tail: Iterable[str] = ()) -> Outcome:
+    def of_node(cls, node_rank: int, host: str, note: str, when: float) -> Outcome:
         """Create the Outcome of a node that failed: its connection was lost, or its supervisor did not start.
 
-        note: why it counts as failed. tail: last lines of its output.
+        note: why it counts as failed.
         """
-        return cls("node", node_rank, host, None, None, None, None, when, True, False, False, note, (), tuple(tail))
+        return cls("node", node_rank, host, None, None, None, None, when, True, False, False, note, (), ())
 
     @classmethod
     def of_finding(cls, finding: Mapping[str, Any], host: str, when: float) -> Outcome:

@@ -123,12 +123,17 @@ class Flags:
 
     @property
     def parts(self) -> ForeignParts | None:
-        """The partition folder at the path in ``part_config`` or ``dataset_root_dir``; None if there is none."""
-        if self.part_config is None and self.dataset_root_dir is None:
-            return None
-        from launcher.config.importers.partition_folder import named_parts
+        """The partition folder at the path in ``part_config`` or ``dataset_root_dir``; None if there is none.
 
-        return named_parts(self.workspace, self.part_config, self.dataset_root_dir)
+        A relative path is looked up in ``workspace`` first, then in the current directory.
+        """
+        from launcher.config.importers.partition_folder import find_parts
+
+        for path in filter(None, (self.part_config, self.dataset_root_dir)):
+            for place in (Path(os.path.expanduser(self.workspace or ".")) / path, Path(path)):
+                if (found := find_parts(place)) is not None:
+                    return found
+        return None
 
 
 def dataset_overrides(name: str) -> tuple[Override, ...]:

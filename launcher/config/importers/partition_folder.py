@@ -64,18 +64,6 @@ def find_parts(path: str | Path) -> ForeignParts | None:
     return parts[0] if parts and (len(parts) == 1 or parts[0].folder == given) else None
 
 
-def named_parts(workspace: str | None, *paths: str | None) -> ForeignParts | None:
-    """Return the first partition folder found at ``paths``; None if there is none.
-
-    A relative path is looked up in ``workspace`` first, then in the current directory.
-    """
-    for path in filter(None, paths):
-        for place in (Path(os.path.expanduser(workspace or ".")) / path, Path(path)):
-            if (found := find_parts(place)) is not None:
-                return found
-    return None
-
-
 def _parts_in(folder: Path) -> ForeignParts | None:
     if (folder / "META.json").is_file():
         return ForeignParts(folder, "torch_geometric", _is_labelled(folder))

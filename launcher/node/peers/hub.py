@@ -228,15 +228,11 @@ class Hub(Peers):
         link.send({"hello": link.nonce})
 
     def _receive(self, link: Link, message: Message) -> None:
-        if link.node_rank is None:
-            self._authenticate(link, message)
-        elif (member := self._status(link.node_rank)) is not None and member.link is link:
-            self._take_report(member, message)
-
-    def _status(self, k: int) -> MemberStatus | None:
-        return self.members.get(k) or self.guests.get(k)
-
-    def _authenticate(self, link: Link, message: Message) -> None:
+        if link.node_rank is not None:
+            member = self._status(link.node_rank)
+            if member is not None and member.link is link:
+                self._take_report(member, message)
+            return
         # The answer to a member's proof is the hub's proof.
         k, nonce = int(message["node_rank"]), str(message["nonce"])
         token = self.spec.token
@@ -250,6 +246,9 @@ class Hub(Peers):
         link.node_rank = k
         member.link, member.gone, member.heard = link, None, time.monotonic()
         link.send({"proof": proof(token, "hub", k, link.nonce, nonce)})
+
+    def _status(self, k: int) -> MemberStatus | None:
+        return self.members.get(k) or self.guests.get(k)
 
     def _closed(self, link: Link, why: str) -> None:
         if link in self._strangers:
@@ -282,31 +281,24 @@ class Hub(Peers):
         if member.node_rank in self.guests:
             member.standing, member.final = report["standing"], report["final"] in _ENDS
         elif report["generation"] == self.spec.generation:
-            self._take_state(member, report, ahead)
+            # A stop or failure ends the run. If the run can continue without the member, the failure does not end it.
+            cause, member.ahead = received_cause(report["cause"], ahead, len(self.spec.nodes)), ahead
+            member.state, member.trained = report["state"][:20], report["trained"]
+            member.ranks, member.findings = report["ranks"], report["findings"]
+            member.host, member.place = report["host"], report["place"]
+            member.stacks, member.waits, member.standing = report["stacks"], report["waits"], report["standing"]
+            member.own_ranks, member.final = tuple(report["own_ranks"]), report["final"] in _ENDS
+            if cause is None and member.final and report["final"] != "done" and self.order is None:  # it lost this hub
+                cause = make_cause(member.node_rank, "node", "lost", "it was cut off from the lead node", self._clock())
+            if cause is not None:
+                self.stop_asked = self.stop_asked or cause["kind"] == "stop"
+                self._end_or_leave(member, cause)
+            self._finish()
         member.heard, member.beats = time.monotonic(), member.beats + 1
         if member.link is not None and not member.link.waiting:
             # not to all members at the same time
             often = (member.beats + member.node_rank) % (1 + len(self.members) // _TABLE_NODES) == 0
             member.link.send({"t0": sent, "t1": got, **self._orders(member, with_peers=often)})
-
-    def _take_state(self, member: MemberStatus, report: Report, ahead: float) -> None:
-        """Store a member's report.
-
-        A stop or failure in the report ends the run. If the run can continue without the member, the failure does not
-        end it. ``ahead``: seconds by which the member's clock is ahead of the hub's.
-        """
-        cause, member.ahead = received_cause(report["cause"], ahead, len(self.spec.nodes)), ahead
-        member.state, member.trained = report["state"][:20], report["trained"]
-        member.ranks, member.findings = report["ranks"], report["findings"]
-        member.host, member.place = report["host"], report["place"]
-        member.stacks, member.waits, member.standing = report["stacks"], report["waits"], report["standing"]
-        member.own_ranks, member.final = tuple(report["own_ranks"]), report["final"] in _ENDS
-        if cause is None and member.final and report["final"] != "done" and self.order is None:  # it lost this hub
-            cause = make_cause(member.node_rank, "node", "lost", "it was cut off from the lead node", self._clock())
-        if cause is not None:
-            self.stop_asked = self.stop_asked or cause["kind"] == "stop"
-            self._end_or_leave(member, cause)
-        self._finish()
 
     def _orders(self, member: MemberStatus, *, with_peers: bool = False) -> Message:
         """Return the message to a member, with the current orders of the hub.
@@ -314,6 +306,12 @@ class Hub(Peers):
         "stop": end now; "cause" says why. "finish": end normally, as all training nodes are done. with_peers: include
         the state of all nodes.
         """
+        # A member that the run continued or finished without is told that there is no restart.
+        decision, generation = self.decision, self.spec.generation
+        without = member.left is not None or (member.node_rank in self.guests and self.order == Order())
+        if without and (decision is None or decision["generation"] <= generation):
+            left = {"restart": False, "leave": False, "why": "", "left": True, "given_up": member.left is not None}
+            decision = {"generation": generation + 1, **left}
         own = {str(self.spec.hub): {"state": self._own.get("state"), "age": 0.0}}
         return {
             "t2": self._clock(),
@@ -324,17 +322,8 @@ class Hub(Peers):
             "stacks": self.stacks_wanted,
             "known_final": member.final,
             "turn": self.turn,
-            **self._decided(member),
+            **({"decision": decision, "generation": generation} if decision else {}),
         }
-
-    def _decided(self, member: MemberStatus) -> Message:
-        # A member that the run continued or finished without is told that there is no restart.
-        decision, generation = self.decision, self.spec.generation
-        without = member.left is not None or (member.node_rank in self.guests and self.order == Order())
-        if without and (decision is None or decision["generation"] <= generation):
-            own = {"restart": False, "leave": False, "why": "", "left": True, "given_up": member.left is not None}
-            decision = {"generation": generation + 1, **own}
-        return {"decision": decision, "generation": generation} if decision else {}
 
     def _broadcast(self) -> None:
         for member in (*self.members.values(), *self.guests.values()):

@@ -80,8 +80,30 @@ class Link:
     def _ready(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush()
-        if events & selectors.EVENT_READ and self._open:
-            self._read()
+        for _ in range(_READS_AT_ONCE if events & selectors.EVENT_READ else 0):
+            if not self._open:
+                return
+            try:
+                data = self._sock.recv(_READ)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                return self._end(error.strerror or str(error))
+            if not data:
+                return self._end("connection closed")
+            *lines, self._partial = (self._partial + data).split(b"\n")
+            for line in lines:
+                if not self._open or self._too_long(line):
+                    continue
+                try:
+                    message = loads(line)
+                    if not isinstance(message, dict):
+                        raise ValueError("not a JSON object")
+                    self._received(message)
+                except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+                    self._end(f"invalid message: {error!r}")
+            if self._open:
+                self._too_long(self._partial)
 
     def _flush(self) -> None:
         try:
@@ -93,39 +115,11 @@ class Link:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         self._loop.watch(self._sock, events, self._ready)
 
-    def _read(self) -> None:
-        for _ in range(_READS_AT_ONCE):
-            try:
-                data = self._sock.recv(_READ)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                return self._end(error.strerror or str(error))
-            if not data:
-                return self._end("connection closed")
-            *lines, self._partial = (self._partial + data).split(b"\n")
-            for line in lines:
-                if self._open and not self._too_long(line):
-                    self._take_line(line)
-            if self._open:
-                self._too_long(self._partial)
-            if not self._open:
-                return
-
     def _too_long(self, line: bytes) -> bool:
         limit = _MAX_GREETING if self.node_rank is None else MAX_LINE
         if len(line) > limit:
             self._end(f"a line of more than {limit} bytes")
         return len(line) > limit
-
-    def _take_line(self, line: bytes) -> None:
-        try:
-            message = loads(line)
-            if not isinstance(message, dict):
-                raise ValueError("not a JSON object")
-            self._received(message)
-        except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-            self._end(f"invalid message: {error!r}")
 
 
 def proof(token: str, role: str, node_rank: int, hub_nonce: str, member_nonce: str) -> str:

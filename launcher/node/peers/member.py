@@ -153,7 +153,14 @@ class Member(Peers):
         # On slow machines a connection gets longer: the hub may have accepted it already, and left the previous one.
         tried_for = _SILENT * max(1.0, self.spec.peer_timeout / _USUAL_TIMEOUT)
         if self._link is not None and now - self._tried > tried_for and (silent or self._link.node_rank is None):
-            self._set_aside(self._link)
+            # A new connection replaces it. If the hub has proved its identity on it, it stays open until the new one is
+            # authenticated.
+            link, self._link = self._link, None
+            if link.node_rank is None:
+                link.close()
+            else:
+                self._drop_silent()
+                self._silent = link
         late = now - self._tried > (_TRY_EVERY if self._connecting is None else self._attempt_timeout)
         if self._link is None and late and not self.may_leave():
             self._connect()
@@ -241,17 +248,6 @@ class Member(Peers):
             self._loop.unwatch(self._connecting)
             self._connecting.close()
             self._connecting = None
-
-    def _set_aside(self, link: Link) -> None:
-        """Replace ``link`` by a new connection.
-
-        If the hub has proved its identity on ``link``, ``link`` stays open until the new connection is authenticated.
-        """
-        self._link = None
-        if link.node_rank is None:
-            return link.close()
-        self._drop_silent()
-        self._silent = link
 
     def _drop_silent(self) -> None:
         if self._silent is not None:

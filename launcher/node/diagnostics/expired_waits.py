@@ -103,9 +103,17 @@ def describe(waits: Sequence[Wait], known: Processes) -> Culprit:
     if target is not None:
         at = stacks.place(known.servers.get(target, ""))
         return Culprit(target, None, f"{text}; it is at {at}" if at else text)
-    absent = _absent(waits, first, known) if first["of"] == "ranks" else []
+    absent = []
+    if first["of"] == "ranks":
+        # Those that may keep the others waiting: no expired wait, and neither at the source line of the first wait nor
+        # without a Python frame.
+        waiting, there = {wait["rank"] for wait in waits}, (first["at"], stacks.NO_FRAME)
+        left = (rank for rank in known.nodes if rank not in waiting)
+        absent = sorted(rank for rank in left if stacks.place(known.ranks.get(rank, "")) not in there)
     if absent:
-        listed = ", ".join(_where(rank, known) for rank in absent[:_SHOWN])
+        places = {rank: f"at {stacks.place(known.ranks[rank])}" for rank in absent if rank in known.ranks}
+        shown = [f"{known.rank_name(rank)} ({places.get(rank, 'has not started')})" for rank in absent[:_SHOWN]]
+        listed = ", ".join(shown)
         listed += f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
         return Culprit(known.nodes[absent[0]], absent[0], f"{text}; not there: {listed}")
     return Culprit(known.nodes.get(first["rank"], 0), first["rank"], text)
@@ -122,26 +130,6 @@ def _waited_for(wait: Wait, known: Processes) -> tuple[str, int | None]:
     if wait["of"] == "threads":
         return "a batch from its own sampler threads", None
     return f"other ranks ({wait['at']})" if wait["at"] else "other ranks", None
-
-
-def _absent(waits: Sequence[Wait], first: Wait, known: Processes) -> list[int]:
-    """Return the ranks that may keep the ranks with expired waits waiting.
-
-    Leaves out each rank that has an expired wait too, and each rank whose stack shows the source line of ``first`` or
-    no Python frame.
-    """
-    waiting = {wait["rank"] for wait in waits}
-    return sorted(
-        rank
-        for rank in known.nodes
-        if rank not in waiting and stacks.place(known.ranks.get(rank, "")) not in (first["at"], stacks.NO_FRAME)
-    )
-
-
-def _where(rank: int, known: Processes) -> str:
-    if rank not in known.ranks:
-        return f"{known.rank_name(rank)} (has not started)"
-    return f"{known.rank_name(rank)} (at {stacks.place(known.ranks[rank])})"
 
 
 def server_lines(known: Processes, asked: int | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from launcher.node.exit_description import size
@@ -14,7 +15,7 @@ _FAULTS_PER_S = 20.0  # major page faults per second of a process that waits for
 
 _MOSTLY = 0.5  # such a process computes for less than this share of the time, or has a thread in state D for more
 
-ALWAYS = 0.95  #: share of the samples in which one thread of a blocked process is in state D
+_ALWAYS = 0.95  # share of the samples in which one thread of a blocked process is in state D
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -66,7 +67,7 @@ def held_up(pid: int, samples: Sequence[Sample], in_swap: int = 0, wchans: Mappi
     if blocked >= _MOSTLY and reclaiming:
         return f"state D: waits for memory (held back by the memory limit of its cgroup, in {reclaiming[0]})"
     tid = max(shares, key=lambda tid: shares[tid], default=None)
-    if tid is None or shares[tid] < ALWAYS:
+    if tid is None or shares[tid] < _ALWAYS:
         return ""
     where = f" in {wchans[tid]}" if wchans.get(tid, "0") not in ("", "0") else ""
     return f"state D: is blocked{where} (a disk, a network file system or a device does not answer)"
@@ -83,7 +84,10 @@ class ProcessWatch:
         """Add a sample, unless the process has ended. now: ``time.monotonic()``."""
         try:
             state, faults, cpu_s = parse_stat(_text(f"/proc/{self.pid}/stat"))
-            states = {int(tid): _state(self.pid, int(tid)) for tid in os.listdir(f"/proc/{self.pid}/task")}
+            states = dict.fromkeys(map(int, os.listdir(f"/proc/{self.pid}/task")), "")
+            for tid in states:
+                with suppress(OSError):  # the thread has ended
+                    states[tid] = parse_stat(_text(f"/proc/{self.pid}/task/{tid}/stat"))[0]
         except (OSError, ValueError):
             return
         self.samples.append(Sample(now, {**states, self.pid: state}, faults, cpu_s))
@@ -92,22 +96,10 @@ class ProcessWatch:
         """Return why the kernel keeps the process from running, by the samples so far; '' if it does not."""
         blocked = {tid for sample in self.samples for tid, state in sample.states.items() if state == "D"}
         wchans = {tid: first_word(f"/proc/{self.pid}/task/{tid}/wchan") for tid in blocked}
-        return held_up(self.pid, self.samples, _in_swap(self.pid), wchans)
-
-
-def _state(pid: int, tid: int) -> str:
-    try:
-        return parse_stat(_text(f"/proc/{pid}/task/{tid}/stat"))[0]
-    except OSError:
-        return ""
-
-
-def _in_swap(pid: int) -> int:
-    try:
-        text = _text(f"/proc/{pid}/status")
-    except OSError:
-        return 0
-    return swapped(text)
+        in_swap = 0
+        with suppress(OSError):
+            in_swap = swapped(_text(f"/proc/{self.pid}/status"))
+        return held_up(self.pid, self.samples, in_swap, wchans)
 
 
 def swapped(status: str) -> int:

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from launcher.node import procs
@@ -18,7 +19,7 @@ from launcher.node.record import stamp
 
 _SIGNAL = signal.SIGRTMAX - 4  # as in site/sitecustomize.py
 
-MOST = 16  #: processes of a rank whose stacks are collected
+_MOST = 16  # processes of a rank whose stacks are collected
 
 _WATCH = 0.8  # seconds in which the states of all processes are sampled
 
@@ -80,8 +81,8 @@ class _Rank:
         self.name = f"rank{rank}" if rank != SERVER else "server"
         self.dump = os.path.join(run_dir, "procs", f"stacks-{self.name}")
         family = [pid, *sorted(process.pid for process in procs.descendants(pid, processes))]
-        self.left_out = max(0, len(family) - MOST)
-        self.traced = [_look_at(one, self.dump) for one in family[:MOST]]
+        self.left_out = max(0, len(family) - _MOST)
+        self.traced = [_look_at(one, self.dump) for one in family[:_MOST]]
         self._waiting = [one for one in self.traced if one.answers]
         self._sent = False
         self._begin = self._size = self._quiet = 0
@@ -91,26 +92,25 @@ class _Rank:
 
         Must be called repeatedly: the processes get the signal one after the other.
         """
-        if self._waiting and not self._sent:
-            self._begin = self._size = _size(self.dump)
+        if not self._waiting:
+            return True
+        size = _size(self.dump)
+        if not self._sent:
+            self._begin = self._size = size
             self._quiet, self._sent = 0, True
             procs.send(self._waiting[0].pid, _SIGNAL)
-        elif self._waiting:
-            self._listen()
-        return not self._waiting
-
-    def _listen(self) -> None:
-        size = _size(self.dump)
+            return False
         self._quiet = self._quiet + 1 if size == self._size else 0
         self._size = size
         if size == self._begin or self._quiet < _QUIET:
-            return
+            return False
         with open(self.dump, "rb") as file:
             file.seek(self._begin)
             lines = file.read().decode("utf-8", "replace").splitlines()[:_LINES]
         if self._quiet >= _LONG_QUIET or _main_thread(lines):
             self._waiting.pop(0).lines = lines
             self._sent = False
+        return not self._waiting
 
     def sample(self, now: float) -> None:
         for one in self.traced:
@@ -239,19 +239,14 @@ def _short(file: str, roots: Sequence[str]) -> str:
 
 
 def _look_at(pid: int, dump: str) -> _Traced:
-    values = _status(pid)
+    values: dict[str, str] = {}
+    with suppress(FileNotFoundError, ProcessLookupError):
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            values = {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
     state = values.get("State", "gone")
     caught = int(values.get("SigCgt", "0"), 16) >> (_SIGNAL - 1) & 1
     answers = bool(caught) and state[0] not in "TtZX" and _has_open(pid, dump)
     return _Traced(pid, state, answers, ProcessWatch(pid))
-
-
-def _status(pid: int) -> dict[str, str]:
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
 
 
 def _has_open(pid: int, path: str) -> bool:

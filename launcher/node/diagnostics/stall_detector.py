@@ -20,15 +20,15 @@ _AT_LEAST = 120.0  # with stall_after "auto": seconds without progress that are 
 
 _TIMES_LONGEST = 5.0  # with "auto": a stall lasts this many times the longest pause so far
 
-UNSEEN = 900.0  #: replaces _AT_LEAST where progress may go unseen: between epochs of a script, or without progress file
+_UNSEEN = 900.0  # replaces _AT_LEAST where progress may go unseen: between epochs of a script, or without progress file
 
 _SLOWER = 1.5  # a straggler's own work per step is at least this multiple of the median over ranks
 
-SHARE = 0.2  #: a straggler's own work exceeds that median by at least this share of the step
+_SHARE = 0.2  # a straggler's own work exceeds that median by at least this share of the step
 
-WINDOW = 30.0  #: seconds of step lines that are compared
+_WINDOW = 30.0  # seconds of step lines that are compared
 
-ENOUGH = 10.0  #: seconds of step lines that are needed
+_ENOUGH = 10.0  # seconds of step lines that are needed
 
 QUIET = 600.0  #: seconds after a straggler has caught up in which it is not reported again
 
@@ -56,11 +56,11 @@ class StallDetector:
 
     def look(self, now: float, nodes: Nodes) -> list[dict[str, Any]]:
         """Return new findings. now: ``time.monotonic()``. nodes: by node_rank, the last metrics of each rank."""
-        ranks = {
-            int(rank): {**entry, "where": f"rank {rank} on {self._label(node)}", "node_rank": int(node)}
-            for node, entries in nodes.items()
-            for rank, entry in entries.items()
-        }
+        ranks = {}
+        for node, entries in nodes.items():
+            label = self.labels[node] if node < len(self.labels) else f"node{node}"
+            for rank, entry in entries.items():
+                ranks[int(rank)] = {**entry, "where": f"rank {rank} on {label}", "node_rank": node}
         return [*self._stall.look(now, ranks), *self._pace.look(now, ranks)]
 
     def without(self, exiting: Collection[int]) -> dict[str, Any] | None:
@@ -69,10 +69,6 @@ class StallDetector:
         None if no rank of ``exiting`` was stalled, or if all stalled ranks are in ``exiting``.
         """
         return self._stall.without(exiting)
-
-    def _label(self, node: int | str) -> str:
-        number = int(node)
-        return self.labels[number] if number < len(self.labels) else f"node{number}"
 
 
 class _StallRule:
@@ -102,7 +98,14 @@ class _StallRule:
             self._seen, self._changed, self._reported = seen, now, False
             return
         running = {rank: entry for rank, entry in ranks.items() if not entry["ended"]}
-        if running and not self._reported and now - self._changed > self._limit(running):
+        if not running or self._reported:
+            return
+        if self.after is None:
+            unseen = any(entry["at"] is None or entry["at"][2] == "between" for entry in running.values())
+            limit = max(_UNSEEN if unseen else _AT_LEAST, _TIMES_LONGEST * self.longest)
+        else:
+            limit = self.after
+        if now - self._changed > (limit if self._stepped else max(limit, _FIRST_STEP)):
             self._reported, self._last = True, (now - self._changed, running)
             yield self._finding(*self._last)
 
@@ -113,15 +116,6 @@ class _StallRule:
             return None
         finding = self._finding(silence, left)
         return {name: finding[name] for name in ("node_rank", "rank", "text")}
-
-    def _limit(self, ranks: Mapping[int, Entry]) -> float:
-        if self.after is None:
-            unseen = any(entry["at"] is None or entry["at"][2] == "between" for entry in ranks.values())
-            least = UNSEEN if unseen else _AT_LEAST
-            limit = max(least, _TIMES_LONGEST * self.longest)
-        else:
-            limit = self.after
-        return limit if self._stepped else max(limit, _FIRST_STEP)
 
     def _finding(self, silence: float, ranks: Mapping[int, Entry]) -> dict[str, Any]:
         if self._stepped:
@@ -194,11 +188,23 @@ class _StragglerRule:
 
     def look(self, now: float, ranks: Mapping[int, Entry]) -> Iterator[dict[str, Any]]:
         for rank, entry in ranks.items():
-            self._note(rank, entry)
+            if entry["kind"] != "step" or entry["own_s"] is None or entry["step_s"] is None:
+                continue
+            lines = self._lines.setdefault(rank, deque(maxlen=_MOST_LINES))
+            if lines and lines[-1]["t"] == entry["t"]:
+                continue
+            lines.append(entry)
+            while lines[-1]["t"] - lines[0]["t"] > _WINDOW or lines[-1]["t"] < lines[0]["t"]:
+                lines.popleft()
         if now < self._next:
             return
         self._next = now + _PACE_EVERY
-        typical = {rank: _typical(self._lines[rank]) for rank in ranks if self._enough(rank)}
+        typical = {}  # medians of the ranks that have enough lines, in seconds
+        for rank in ranks:
+            lines = self._lines.get(rank, deque())
+            if len(lines) >= 3 and lines[-1]["t"] - lines[0]["t"] >= _ENOUGH:
+                names = ("own_s", "step_s", "batch_s")
+                typical[rank] = {name: statistics.median(line[name] or 0.0 for line in lines) for name in names}
         if len(typical) < 2:
             return
         usual = statistics.median_low(own["own_s"] for own in typical.values())  # of two ranks, that of the faster one
@@ -206,7 +212,7 @@ class _StragglerRule:
             # hysteresis: a reported straggler must fall well below the limits
             ease = 0.5 if rank in self._slow else 1.0
             excess = own["own_s"] - usual
-            slow = excess > (_SLOWER - 1) * ease * usual and excess > SHARE * ease * own["step_s"]
+            slow = excess > (_SLOWER - 1) * ease * usual and excess > _SHARE * ease * own["step_s"]
             if slow and rank not in self._slow and now - self._ended.get(rank, -QUIET) >= QUIET:
                 self._slow.add(rank)
                 yield _finding("straggler", ranks[rank]["node_rank"], rank, _slow(ranks[rank], own, usual), False)
@@ -215,25 +221,6 @@ class _StragglerRule:
                 self._ended[rank] = now
                 text = f"{ranks[rank]['where']} keeps up again: {_seconds(own['own_s'])} of own work per step"
                 yield {**_finding("straggler", ranks[rank]["node_rank"], rank, text, False), "over": True}
-
-    def _note(self, rank: int, entry: Entry) -> None:
-        if entry["kind"] != "step" or entry["own_s"] is None or entry["step_s"] is None:
-            return
-        lines = self._lines.setdefault(rank, deque(maxlen=_MOST_LINES))
-        if lines and lines[-1]["t"] == entry["t"]:
-            return
-        lines.append(entry)
-        while lines[-1]["t"] - lines[0]["t"] > WINDOW or lines[-1]["t"] < lines[0]["t"]:
-            lines.popleft()
-
-    def _enough(self, rank: int) -> bool:
-        lines = self._lines.get(rank)
-        return lines is not None and len(lines) >= 3 and lines[-1]["t"] - lines[0]["t"] >= ENOUGH
-
-
-def _typical(lines: Sequence[Entry]) -> dict[str, float]:
-    """Return the medians of own_s, step_s and batch_s over ``lines``, in seconds."""
-    return {name: statistics.median(line[name] or 0.0 for line in lines) for name in ("own_s", "step_s", "batch_s")}
 
 
 def _slow(entry: Entry, own: Mapping[str, float], usual: float) -> str:

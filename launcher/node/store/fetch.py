@@ -24,7 +24,7 @@ CHUNK = 4 << 20  # bytes per request
 
 _AHEAD = 16  # chunks that are requested at the same time
 
-STALLED = 300.0  # seconds without a byte from the store after which a fetch fails
+_STALLED = 300.0  # seconds without a byte from the store after which a fetch fails
 
 _PAUSES = (0.5, 2.0, 5.0, 10.0)  # seconds before a chunk is requested again
 
@@ -126,9 +126,9 @@ class _Transfer:
             try:
                 return chunk, future.result(timeout=1.0)
             except TimeoutError:
-                if time.monotonic() - self.lines.active > STALLED:
+                if time.monotonic() - self.lines.active > _STALLED:
                     raise StoreError(
-                        f"no data from {self.store.url} for {STALLED:.0f} s; check the network to the store, then run "
+                        f"no data from {self.store.url} for {_STALLED:.0f} s; check the network to the store, then run "
                         "again to resume"
                     ) from None
 

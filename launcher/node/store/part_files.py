@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from launcher.node.json_reader import loads
 from launcher.node.remote_folder import NotStored, RemoteFolder, StoreError
@@ -38,8 +37,14 @@ def stored_files(store: RemoteFolder, parts: Iterable[int], *, replicated: bool,
             f"{store.url} has other parts than those that the run was exported for ({MANIFEST} {found[:12]}, not "
             f"{sha256[:12]}); export the run again, or replace the parts: gnnfleet partition push --config FILE --force"
         )
+    files = []  # each with whether it is a 1-d array of a part
     try:
-        files = [_checked(file) for file in loads(raw)["files"]]
+        for file in loads(raw)["files"]:
+            path, size, digest = file["path"], file["bytes"], file["sha256"]
+            if not _PATH.fullmatch(path) or not isinstance(size, int) or not re.fullmatch("[0-9a-f]{64}", digest):
+                raise ValueError(f"damaged entry of {path!r}")
+            flat = path.startswith("part") and len(file.get("shape", ())) == 1
+            files.append((StoredFile(path, size, digest), flat))
     except (ValueError, TypeError, KeyError) as error:
         raise OtherParts(f"{store.url}/{MANIFEST}: not a usable partition manifest ({error})") from None
     tops = {"shared", *(f"part{part}" for part in parts)}
@@ -47,11 +52,3 @@ def stored_files(store: RemoteFolder, parts: Iterable[int], *, replicated: bool,
         raise OtherParts(f"{store.url} has no {min(missing)}; partition the graph into more parts, or export again")
     wanted = [file for file, flat in files if file.path.split("/", 1)[0] in tops or (replicated and flat)]
     return [*wanted, StoredFile(MANIFEST, len(raw), found)]
-
-
-def _checked(file: dict[str, Any]) -> tuple[StoredFile, bool]:
-    """Return an entry of a manifest, and whether it is a 1-d array of a part. Raises ValueError."""
-    path, size, sha256 = file["path"], file["bytes"], file["sha256"]
-    if not _PATH.fullmatch(path) or not isinstance(size, int) or not re.fullmatch("[0-9a-f]{64}", sha256):
-        raise ValueError(f"damaged entry of {path!r}")
-    return StoredFile(path, size, sha256), path.startswith("part") and len(file.get("shape", ())) == 1

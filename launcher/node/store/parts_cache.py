@@ -77,7 +77,11 @@ def _evictable(top: str, folder: str, need: int, limit: int) -> list[str]:
     need: bytes of all files that the run needs in ``folder``. Chooses the least recently used folders that no run
     needs. Raises StoreError if they do not suffice.
     """
-    others = {name: note for name, note in _notes(top).items() if name != os.path.basename(folder)}
+    others = {}
+    for name in sorted(os.listdir(top)):
+        path = os.path.join(top, name, NOTE)
+        if name != os.path.basename(folder) and not name.startswith(".") and os.path.isfile(path):
+            others[name] = _note(path)
     sizes = {name: stored(os.path.join(top, name)) for name in others}
     total, chosen = need + sum(sizes.values()), []
     free = [name for name, note in others.items() if not _users(note)]
@@ -111,15 +115,6 @@ def _uses(run: dict[str, Any]) -> bool:
         return False
     state = state_of(run_dir)
     return alive(state.get("pid"), state.get("start_ticks")) if state else age < _START_TIME
-
-
-def _notes(top: str) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name in sorted(os.listdir(top)):
-        path = os.path.join(top, name, NOTE)
-        if not name.startswith(".") and os.path.isfile(path):
-            found[name] = _note(path)
-    return found
 
 
 def _note(path: str) -> dict[str, Any]:

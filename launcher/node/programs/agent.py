@@ -63,24 +63,20 @@ def serve(lines: BinaryIO, answers: BinaryIO) -> None:
         if not line:
             break
         received = time.time()
-        answer = _answer_to(eval(line.decode()), sent)  # eval is safe here: requests contain code to run anyway
+        request = eval(line.decode())  # safe here: requests contain code to run anyway
+        sent.sources.update(request["sources"])
+        answer: dict[str, Any] = {}
+        if request["program"]:
+            try:
+                answer["reply"] = import_module("%s.%s" % (PROGRAMS, request["program"])).main(request["request"])
+            except Exception:  # the launcher reports it with the node's name
+                import traceback
+
+                answer["error"] = traceback.format_exc()
         answer["times"] = [received, time.time()]
         answers.write(("\n%s%s\n" % (MARKER, repr(answer))).encode())
         answers.flush()
     leave()
-
-
-def _answer_to(request: dict[str, Any], sent: _SentModules) -> dict[str, Any]:
-    """Run the program that a request names; return {"reply"}, {"error": traceback}, or {} if it names none."""
-    sent.sources.update(request["sources"])
-    if not request["program"]:
-        return {}
-    try:
-        return {"reply": import_module("%s.%s" % (PROGRAMS, request["program"])).main(request["request"])}
-    except Exception:  # the launcher reports it with the node's name
-        import traceback
-
-        return {"error": traceback.format_exc()}
 
 
 def leave() -> None:

@@ -29,27 +29,7 @@ _CODE = re.compile(r"[0-9a-f]{16}(\.deleted)?")
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
     """List or delete (format: docstring of the module)."""
-    items = _items([os.path.expanduser(pattern) for pattern in request["workdirs"]])
-    if request["op"] == "list":
-        return {"items": items}
-    known = {item["path"]: item for item in items}
-    deleted, errors = {}, {}
-    for path in request["paths"]:
-        item = known.get(path)
-        if item is None or item["used"]:
-            errors[path] = "used by %s" % item["used"] if item else "not there any more"
-            continue
-        try:
-            hidden = path if path.endswith(".deleted") else "%s.deleted" % path  # no run finds what is half gone
-            os.rename(path, hidden)
-            shutil.rmtree(hidden)
-            deleted[path] = item["bytes"]
-        except OSError as error:
-            errors[path] = error.strerror or str(error)
-    return {"deleted": deleted, "errors": errors}
-
-
-def _items(patterns: list[str]) -> list[dict[str, Any]]:
+    patterns = [os.path.expanduser(pattern) for pattern in request["workdirs"]]
     workdirs = sorted({os.path.realpath(path) for pattern in patterns for path in glob.glob(pattern)})
     runs = [run for workdir in workdirs for run in _folders(workdir, "runs")]
     nodes = [node for run in runs for node in _folders(run, "") if os.path.isfile(os.path.join(node, "run.json"))]
@@ -75,7 +55,24 @@ def _items(patterns: list[str]) -> list[dict[str, Any]]:
         words = "run %s" % ", ".join(used) if used else ""
         age = 0.0 if used else max(0.0, time.time() - last)
         items.append({"kind": kind, "path": path, "bytes": size, "age": age, "used": words})
-    return items
+    if request["op"] == "list":
+        return {"items": items}
+
+    known = {item["path"]: item for item in items}
+    deleted, errors = {}, {}
+    for path in request["paths"]:
+        item = known.get(path)
+        if item is None or item["used"]:
+            errors[path] = "used by %s" % item["used"] if item else "not there any more"
+            continue
+        try:
+            hidden = path if path.endswith(".deleted") else "%s.deleted" % path  # no run finds what is half gone
+            os.rename(path, hidden)
+            shutil.rmtree(hidden)
+            deleted[path] = item["bytes"]
+        except OSError as error:
+            errors[path] = error.strerror or str(error)
+    return {"deleted": deleted, "errors": errors}
 
 
 def _folders(parent: str, name: str) -> list[str]:

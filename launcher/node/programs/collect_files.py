@@ -23,7 +23,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     errors: dict[str, str] = {}
     same: list[str] = []
     room = request["room"]
-    for path in sorted(_walk(top)):
+    there = [os.path.join(folder, name) for folder, _, names in os.walk(top) for name in names]
+    for path in sorted(os.path.relpath(path, top) for path in there if os.path.isfile(path)):
         if not wanted.fullmatch(path):
             continue
         try:
@@ -41,12 +42,3 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
         except OSError as error:
             errors[path] = error.strerror or str(error)
     return {"files": files, "errors": errors, "same": same}
-
-
-def _walk(top: str) -> list[str]:
-    return [
-        os.path.relpath(os.path.join(folder, name), top)
-        for folder, _, names in os.walk(top)
-        for name in names
-        if os.path.isfile(os.path.join(folder, name))
-    ]

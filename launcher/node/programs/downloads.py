@@ -24,9 +24,9 @@ _REACH_SECONDS = 5.0  # timeout of a request that tests whether a server can be 
 
 _STALL_SECONDS = 60.0  # a download that receives nothing for so long has failed
 
-AT_ONCE = 4  # downloads at a time
+_AT_ONCE = 4  # downloads at a time
 
-CHUNK = 1 << 18  # bytes
+_CHUNK = 1 << 18  # bytes
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Downloads:
         os.makedirs(folder, exist_ok=True)
         self.bytes, self.total, self.error = 0, 0, ""
         self.waiting = [dict(one, path=os.path.join(folder, one["file"])) for one in reversed(wheels)]
-        self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(AT_ONCE)]
+        self.threads = [threading.Thread(target=self.work, daemon=True) for _ in range(_AT_ONCE)]
         for thread in self.threads:
             thread.start()
 
@@ -107,7 +107,7 @@ class Downloads:
             expected = int(answer.headers.get("Content-Length") or 0)
             self.count(total=expected)
             while True:
-                data = answer.read(CHUNK)
+                data = answer.read(_CHUNK)
                 if not data:
                     break
                 out.write(data)

@@ -19,17 +19,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Iterator
 
-MARK = "gnnfleet-versions:"
+_MARK = "gnnfleet-versions:"
 
-_ENDING = "\nprint('%s' + repr(versions()))\n" % MARK
+_ENDING = "\nprint('%s' + repr(versions()))\n" % _MARK
 
 SECONDS = 20.0  # timeout of one Python; it may be on a slow network disk
 
-AT_ONCE = 4  # Pythons started concurrently
+_AT_ONCE = 4  # Pythons started concurrently
 
-MOST = 40  #: Pythons started in total
+_MOST = 40  # Pythons started in total
 
-ENTRIES = 500  #: entries of a folder that are examined
+_ENTRIES = 500  # entries of a folder that are examined
 
 CONDA_ROOTS = (
     "miniconda3", "miniconda", "anaconda3", "anaconda", "miniforge3", "mambaforge", "micromamba", "conda",
@@ -37,7 +37,7 @@ CONDA_ROOTS = (
 
 _VENV_NAMES = (".venv", "venv", ".env", "env")
 
-VENV_FOLDERS = (
+_VENV_FOLDERS = (
     "~",
     "~/venvs",
     "~/.venvs",
@@ -50,15 +50,15 @@ VENV_FOLDERS = (
 
 _NETWORK = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "cifs", "orangefs", "virtiofs", "9p")
 
-SHARES = 8  # folders in the reply
+_SHARES = 8  # folders in the reply
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
     """List Pythons that have torch, and folders that may be shared (format: docstring of the module)."""
-    found = list(candidates(request["given"]))[:MOST]
+    found = list(candidates(request["given"]))[:_MOST]
     versions: dict[int, dict[str, str]] = {}
     waiting = list(enumerate(found))
-    threads = [threading.Thread(target=worker, args=(waiting, versions, request["packages"])) for _ in range(AT_ONCE)]
+    threads = [threading.Thread(target=worker, args=(waiting, versions, request["packages"])) for _ in range(_AT_ONCE)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -90,8 +90,8 @@ def _versions_of(program: str, source: str) -> dict[str, str]:
     except (OSError, subprocess.TimeoutExpired):
         return {}
     for line in done.stdout.decode("utf-8", "replace").splitlines():
-        if line.startswith(MARK):
-            return dict(ast.literal_eval(line[len(MARK) :]))
+        if line.startswith(_MARK):
+            return dict(ast.literal_eval(line[len(_MARK) :]))
     return {}
 
 
@@ -139,8 +139,8 @@ def _is_conda(prefix: str) -> bool:
 
 
 def _virtual_environments() -> Iterator[dict[str, str]]:
-    """Yield virtual environments with torch: subfolders of ``VENV_FOLDERS``, and folders such as ~/project/.venv."""
-    for folder in VENV_FOLDERS:
+    """Yield virtual environments with torch: subfolders of ``_VENV_FOLDERS``, and folders such as ~/project/.venv."""
+    for folder in _VENV_FOLDERS:
         top = os.path.expanduser(folder)
         for name in entries(top):
             beside = [os.path.join(top, name, usual) for usual in _VENV_NAMES] if folder == "~" else []
@@ -184,9 +184,9 @@ def _has_torch(prefix: str) -> bool:
 
 
 def entries(folder: str) -> list[str]:
-    """Return the first ``ENTRIES`` names in a folder, sorted; [] when it cannot be read."""
+    """Return the first ``_ENTRIES`` names in a folder, sorted; [] when it cannot be read."""
     try:
-        return sorted(os.listdir(folder))[:ENTRIES]
+        return sorted(os.listdir(folder))[:_ENTRIES]
     except OSError:
         return []
 
@@ -210,9 +210,9 @@ def short(path: str) -> str:
 
 
 def shares(declared: list[str]) -> list[str]:
-    """Return at most ``SHARES`` writable folders: ``declared``, the home folder, those of network file systems."""
+    """Return at most ``_SHARES`` writable folders: ``declared``, the home folder, those of network file systems."""
     mounts = [words[1] for words in map(str.split, lines_of("/proc/mounts")) if len(words) > 2 and words[2] in _NETWORK]
     home = os.path.expanduser("~")
     own = [os.path.join(mount, os.path.basename(home)) for mount in mounts]
     wanted = [os.path.expanduser(path) for path in declared] + [home, *own, *mounts]
-    return [path for path in dict.fromkeys(wanted) if os.path.isdir(path) and os.access(path, os.W_OK)][:SHARES]
+    return [path for path in dict.fromkeys(wanted) if os.path.isdir(path) and os.access(path, os.W_OK)][:_SHARES]

@@ -26,8 +26,8 @@ PART_SUFFIX = ".part"
 #: In a code folder: SHA-256 of the rest of this file, then path and SHA-256 of each code file, one per line.
 CODE_LIST = ".gnnfleet-code"
 
-#: In the run folder of a node: names the launch that made it.
-CLAIM = ".gnnfleet-launch"
+# In the run folder of a node: names the launch that made it.
+_CLAIM = ".gnnfleet-launch"
 
 
 class DigestCache:
@@ -282,9 +282,9 @@ def disk(path: str) -> Entry:
 def claim(folder: str, owner: str) -> bool:
     """Make ``folder`` for the launch ``owner``; return False if it belongs to another launch. Raises OSError.
 
-    It may exist without ``CLAIM``: this program may run in a folder below it, which is made first.
+    It may exist without ``_CLAIM``: this program may run in a folder below it, which is made first.
     """
-    mark = os.path.join(os.path.expanduser(folder), CLAIM)
+    mark = os.path.join(os.path.expanduser(folder), _CLAIM)
     os.makedirs(os.path.dirname(mark), exist_ok=True)
     try:
         with open(mark, "x") as stream:
@@ -300,7 +300,7 @@ def release(folder: str, owner: str) -> bool:
     import shutil
 
     folder = os.path.expanduser(folder)
-    with open(os.path.join(folder, CLAIM)) as stream:
+    with open(os.path.join(folder, _CLAIM)) as stream:
         mine = stream.read() == owner
     if mine:
         shutil.rmtree(folder)

@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to s
 if TYPE_CHECKING:
     from typing import Any
 
-BLOCK = bytes(65536)  # large enough to fail on an exceeded quota or a full disk
+_BLOCK = bytes(65536)  # large enough to fail on an exceeded quota or a full disk
 
 
 def folders(workdir: str, code: str) -> dict[str, Any]:
@@ -84,13 +84,13 @@ def why_not_writable(path: str) -> str:
     except OSError as error:
         return (error.strerror or str(error)).lower()
     try:
-        wrote = os.write(descriptor, BLOCK)
+        wrote = os.write(descriptor, _BLOCK)
     except OSError as error:
         return (error.strerror or str(error)).lower()
     finally:
         os.unlink(name)
         os.close(descriptor)
-    return "" if wrote == len(BLOCK) else "no space left on device"
+    return "" if wrote == len(_BLOCK) else "no space left on device"
 
 
 def state_of(folder: str) -> dict[str, Any]:

@@ -14,14 +14,14 @@ TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to s
 if TYPE_CHECKING:
     from typing import Any
 
-FORMAT = "--format=csv,noheader,nounits"
+_FORMAT = "--format=csv,noheader,nounits"
 
-FIELDS = (
+_FIELDS = (
     "--query-gpu=uuid,pci.bus_id,temperature.gpu,pcie.link.width.current,pcie.link.width.max,clocks_%s_reasons.active"
 )
 
-#: Bits of the reasons for lower clocks that mean a fault. Idle GPUs and limits that are set have others.
-REASONS = ((0x40, "heat"), (0x20, "heat"), (0x80, "its power supply (power brake)"), (0x08, "heat or power"))
+# Bits of the reasons for lower clocks that mean a fault. Idle GPUs and limits that are set have others.
+_REASONS = ((0x40, "heat"), (0x20, "heat"), (0x80, "its power supply (power brake)"), (0x08, "heat or power"))
 
 # Xids of programs that used a GPU wrongly, not of the GPU: exceptions, page faults, stopped programs.
 _OF_PROGRAMS = frozenset((13, 31, 43, 45))
@@ -41,8 +41,8 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 def start() -> dict[str, Any]:
     """Start the queries in the background; return {name: running command}."""
     wanted = {
-        "health": ["nvidia-smi", FIELDS % "event", FORMAT],
-        "rows": ["nvidia-smi", "--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure", FORMAT],
+        "health": ["nvidia-smi", _FIELDS % "event", _FORMAT],
+        "rows": ["nvidia-smi", "--query-remapped-rows=gpu_uuid,remapped_rows.pending,remapped_rows.failure", _FORMAT],
         "dmesg": ["dmesg"],
     }
     return {name: machine.started(argv) for name, argv in wanted.items() if machine.on_path(argv[0])}
@@ -56,7 +56,7 @@ def add(gpus: list[dict[str, Any]], started: dict[str, Any]) -> list[dict[str, A
     nvidia-smi does not list), "code", "count"}.
     """
     listed = machine.finish(started["health"])
-    old = [] if listed else ["nvidia-smi", FIELDS % "throttle", FORMAT]  # before driver 535
+    old = [] if listed else ["nvidia-smi", _FIELDS % "throttle", _FORMAT]  # before driver 535
     facts = {row[0]: row for row in machine.table(listed or (machine.output(old) if old else ""), 6)}
     rows = {row[0]: row for row in machine.table(machine.finish(started["rows"]), 3)}
     places: dict[str, int] = {}
@@ -79,7 +79,7 @@ def slowed(reasons: str) -> str:
         bits = int(reasons, 16)
     except ValueError:  # [N/A]
         return ""
-    return next((why for bit, why in REASONS if bits & bit), "")
+    return next((why for bit, why in _REASONS if bits & bit), "")
 
 
 def said(word: str) -> bool:

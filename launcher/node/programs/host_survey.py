@@ -21,14 +21,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-SECONDS = 20.0  # timeout of one Python; it may be on a slow network disk
+_SECONDS = 20.0  # timeout of one Python; it may be on a slow network disk
 
-NAMES = ("python3", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
+_NAMES = ("python3", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
 
-ABOUT = "import sys, venv; print('%d.%d.%d' % sys.version_info[:3])"
+_ABOUT = "import sys, venv; print('%d.%d.%d' % sys.version_info[:3])"
 
-#: Package manager → command that installs tmux, for root; others need sudo
-TMUX = {
+# Package manager → command that installs tmux, for root; others need sudo
+_TMUX = {
     "apt-get": "apt-get install -y tmux",
     "dnf": "dnf install -y tmux",
     "yum": "yum install -y tmux",
@@ -83,13 +83,20 @@ def pythons() -> list[dict[str, str]]:
     Those on PATH come first, then those of pyenv, uv and conda.
     """
     found: dict[str, str] = {}
-    for name in NAMES:
+    for name in _NAMES:
         for program in on_path(name):
             version = _version_of(program)
             if version:
                 found.setdefault(version, program)
                 break
-    for folder in _more_prefixes():
+    home = os.path.expanduser("~")
+    tops = [
+        os.path.join(os.environ.get("PYENV_ROOT") or os.path.join(home, ".pyenv"), "versions"),
+        os.environ.get("UV_PYTHON_INSTALL_DIR") or os.path.join(home, ".local", "share", "uv", "python"),
+    ]
+    prefixes = [os.path.join(top, name) for top in tops for name in reversed(environments.entries(top))]
+    prefixes += [os.path.join(top, name) for top in (home, "/opt", "/usr/local") for name in environments.CONDA_ROOTS]
+    for folder in list({os.path.realpath(prefix): prefix for prefix in reversed(prefixes)}.values())[::-1]:
         program = os.path.join(folder, "bin", "python3")
         version = _version_of(program) if os.access(program, os.X_OK) else ""
         if version:
@@ -102,24 +109,12 @@ def on_path(name: str) -> list[str]:
     return [path for path in (os.path.join(folder, name) for folder in folders) if os.access(path, os.X_OK)]
 
 
-def _more_prefixes() -> list[str]:
-    """Folders that contain a Python of pyenv, of uv, or the base environment of conda; each folder once."""
-    home = os.path.expanduser("~")
-    tops = [
-        os.path.join(os.environ.get("PYENV_ROOT") or os.path.join(home, ".pyenv"), "versions"),
-        os.environ.get("UV_PYTHON_INSTALL_DIR") or os.path.join(home, ".local", "share", "uv", "python"),
-    ]
-    found = [os.path.join(top, name) for top in tops for name in reversed(environments.entries(top))]
-    found += [os.path.join(top, name) for top in (home, "/opt", "/usr/local") for name in environments.CONDA_ROOTS]
-    return list({os.path.realpath(prefix): prefix for prefix in reversed(found)}.values())[::-1]
-
-
 def _version_of(program: str) -> str:
     """The version of a Python; '' if it does not run or has no module venv."""
     try:
         done = subprocess.run(
-            [program, "-c", ABOUT],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS, cwd="/",
+            [program, "-c", _ABOUT],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_SECONDS, cwd="/",
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return ""
@@ -137,7 +132,7 @@ def uv() -> str:
 
 def tmux_line() -> str:
     """The command that installs tmux with the package manager of this host; '' if none is known."""
-    for manager, line in TMUX.items():
+    for manager, line in _TMUX.items():
         if machine.on_path(manager):
             return line if os.getuid() == 0 else "sudo " + line
     return "conda install -y -c conda-forge tmux" if machine.on_path("conda") else ""

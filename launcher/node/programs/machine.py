@@ -209,9 +209,13 @@ def group_limits(root: str, path: str, most: str, used: str, cache: str) -> list
 
 IDLE = 16  # MiB that an idle device may report as used
 
-APPS = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory", "--format=csv,noheader,nounits"]
+_APPS = [
+    "nvidia-smi",
+    "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory",
+    "--format=csv,noheader,nounits",
+]
 
-SHORT = [
+_SHORT = [
     "nvidia-smi",
     "--query-gpu=index,uuid,name,memory.total,memory.used,driver_version",
     "--format=csv,noheader,nounits",
@@ -225,10 +229,10 @@ def look(listed: str) -> dict[str, Any]:
     """
     rows = table(listed, 9)
     if not rows:  # an old driver that does not know all fields prints nothing
-        rows = [[*row[:5], "", "", "", row[5]] for row in table(output(SHORT), 6)]
+        rows = [[*row[:5], "", "", "", row[5]] for row in table(output(_SHORT), 6)]
     found = [gpu(row) for row in rows]
     if any(one["used"] > IDLE for one in found):
-        for holder in holders(output(APPS)):
+        for holder in holders(output(_APPS)):
             for one in found:
                 if one["uuid"] == holder["uuid"]:
                     one["holders"].append(holder)
@@ -267,7 +271,7 @@ def gpu(row: list[str]) -> dict[str, Any]:
 
 
 def holders(text: str) -> list[dict[str, Any]]:
-    """Return the processes that use memory of a GPU, from the output of nvidia-smi (``APPS``); memory in MiB."""
+    """Return the processes that use memory of a GPU, from the output of nvidia-smi (``_APPS``); memory in MiB."""
     found = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]

@@ -22,13 +22,13 @@ TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to s
 if TYPE_CHECKING:
     from typing import Any, Iterator
 
-IN_FLIGHT = 256  # concurrent connections; well below the usual limit on open files
+_IN_FLIGHT = 256  # concurrent connections; well below the usual limit on open files
 
 _BACKLOG = 4096
 
 _NO_LINGER = struct.pack("ii", 1, 0)  # close by RST, without TIME_WAIT on either side
 
-STRANGER, NO_NAME, NO_ANSWER = "stranger", "name", "no answer"
+_STRANGER, _NO_NAME, _NO_ANSWER = "stranger", "name", "no answer"
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def connect_all(request: dict[str, Any]) -> Iterator[list[Any]]:
             if numeric[address]:
                 attempts.append(_Attempt(rank, address, numeric[address], port, greeting(request["token"], rank)))
             else:
-                yield [rank, address, port, NO_NAME]
+                yield [rank, address, port, _NO_NAME]
     for attempt, why in _run_attempts(attempts, request["seconds"]):
         if why:
             yield [attempt.rank, attempt.address, attempt.port, why]
@@ -168,11 +168,11 @@ class _Attempt:
         self.received += data
         if self.received == self.greeting:
             return ""
-        return None if data and self.greeting.startswith(self.received) else STRANGER
+        return None if data and self.greeting.startswith(self.received) else _STRANGER
 
 
 def _run_attempts(attempts: list[_Attempt], seconds: float) -> Iterator[tuple[_Attempt, str]]:
-    """Run all attempts, at most ``IN_FLIGHT`` at a time; yield each attempt with its error, or '' on success.
+    """Run all attempts, at most ``_IN_FLIGHT`` at a time; yield each attempt with its error, or '' on success.
 
     seconds: time limit of each attempt.
     """
@@ -180,7 +180,7 @@ def _run_attempts(attempts: list[_Attempt], seconds: float) -> Iterator[tuple[_A
     waiting = iter(attempts)
     left = len(attempts)
     while left:
-        while len(running) < IN_FLIGHT:
+        while len(running) < _IN_FLIGHT:
             attempt = next(waiting, None)
             if attempt is None:
                 break
@@ -191,35 +191,27 @@ def _run_attempts(attempts: list[_Attempt], seconds: float) -> Iterator[tuple[_A
             except OSError as error:
                 left -= 1
                 yield attempt, meaning(error)
-        for number, why in _wait_for_ended(poll, running):
+        # Wait until data arrives or a deadline passes.
+        if not running:
+            continue
+        first = next(iter(running.values()))  # the oldest one has the earliest deadline
+        events = poll.poll(max(0.0, first.deadline - time.monotonic()))
+        decided = {}  # by descriptor, why the attempt has failed; '' if it has succeeded
+        for number, _ in events:
+            why = running[number].read()
+            if why is not None:
+                decided[number] = why
+        now = time.monotonic()
+        for number, attempt in running.items():
+            if attempt.deadline > now:
+                break
+            decided.setdefault(number, _NO_ANSWER)
+        for number, why in decided.items():
             attempt = running.pop(number)
             attempt.socket.close()
             left -= 1
             yield attempt, why
     poll.close()
-
-
-def _wait_for_ended(poll: Any, running: dict[int, _Attempt]) -> list[tuple[int, str]]:
-    """Wait until data arrives or a deadline passes; return (descriptor, error) of each attempt that has ended.
-
-    The error is '' if the attempt has succeeded. ``running``: the attempts, by descriptor of their sockets.
-    """
-    if not running:
-        return []
-    first = next(iter(running.values()))  # the oldest one has the earliest deadline
-    events = poll.poll(max(0.0, first.deadline - time.monotonic()))
-    decided = []
-    for number, _ in events:
-        why = running[number].read()
-        if why is not None:
-            decided.append((number, why))
-    now, done = time.monotonic(), {number for number, _ in decided}
-    for number, attempt in running.items():
-        if attempt.deadline > now:
-            break
-        if number not in done:
-            decided.append((number, NO_ANSWER))
-    return decided
 
 
 def resolved(names: set[str]) -> dict[str, str]:
@@ -263,17 +255,17 @@ def meaning(error: OSError) -> str:
         errno.EINVAL: "no route",  # a blackhole route
         errno.EACCES: "no route",  # a prohibit route
         errno.EADDRNOTAVAIL: "no route",  # no address of that family here
-        errno.ETIMEDOUT: NO_ANSWER,
+        errno.ETIMEDOUT: _NO_ANSWER,
         errno.ECONNRESET: "reset",
     }
     return known.get(error.errno or 0, error.strerror or str(error))
 
 
-RTM_GETADDR, RTM_NEWADDR, NLMSG_DONE = 22, 20, 3
+_RTM_GETADDR, _RTM_NEWADDR = 22, 20
 
 _REQUEST_DUMP = 0x301
 
-IFA_ADDRESS, IFA_LOCAL = 1, 2
+_IFA_ADDRESS, _IFA_LOCAL = 1, 2
 
 _TENTATIVE = 0x40  # not usable yet
 
@@ -290,27 +282,24 @@ def _kernel_addresses() -> Iterator[tuple[int, str]]:
     """Yield (interface number, address) for each address of this machine, from the kernel by netlink (RTM_GETADDR)."""
     sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
     try:
-        sock.sendall(struct.pack("=IHHIIB7x", 24, RTM_GETADDR, _REQUEST_DUMP, 1, 0, socket.AF_UNSPEC))
+        sock.sendall(struct.pack("=IHHIIB7x", 24, _RTM_GETADDR, _REQUEST_DUMP, 1, 0, socket.AF_UNSPEC))
         while True:
             data = sock.recv(1 << 16)
             while len(data) >= 16:
                 length, kind = struct.unpack_from("=IH", data)
-                if kind != RTM_NEWADDR:
+                if kind != _RTM_NEWADDR:
                     return  # NLMSG_DONE, or an error
-                yield from _parsed_address(data[16:length])
+                # An address, unless it is link-local or tentative.
+                message = data[16:length]
+                family, _, flags, scope, number = struct.unpack_from("=BBBBI", message)
+                found, at = {}, 8
+                while at + 4 <= len(message):
+                    size, name = struct.unpack_from("=HH", message, at)
+                    found[name] = message[at + 4 : at + size]
+                    at += max(4, (size + 3) & ~3)
+                raw = found.get(_IFA_LOCAL) or found.get(_IFA_ADDRESS)
+                if raw and scope != _SCOPE_LINK and not flags & _TENTATIVE:
+                    yield number, socket.inet_ntop(family, raw)
                 data = data[(length + 3) & ~3 :]
     finally:
         sock.close()
-
-
-def _parsed_address(message: bytes) -> Iterator[tuple[int, str]]:
-    """Yield (interface number, address) of a netlink message RTM_NEWADDR, unless it is link-local or tentative."""
-    family, _, flags, scope, number = struct.unpack_from("=BBBBI", message)
-    found, at = {}, 8
-    while at + 4 <= len(message):
-        length, kind = struct.unpack_from("=HH", message, at)
-        found[kind] = message[at + 4 : at + length]
-        at += max(4, (length + 3) & ~3)
-    raw = found.get(IFA_LOCAL) or found.get(IFA_ADDRESS)
-    if raw and scope != _SCOPE_LINK and not flags & _TENTATIVE:
-        yield number, socket.inet_ntop(family, raw)

@@ -82,10 +82,7 @@ def _send(target: str, body: bytes, env: dict[str, str]) -> tuple[str, bool]:
     url = _VARIABLE.sub(lambda match: env[match.group(1) or match.group(2)], target)
     if not _URL.fullmatch(url):
         return "%s is no http:// or https:// address" % label(target), False
-    return _post(url, body, label(target))
-
-
-def _post(url: str, body: bytes, name: str) -> tuple[str, bool]:
+    name = label(target)
     head = {"Content-Type": "application/json", "User-Agent": "gnnfleet"}
     try:
         post = urllib.request.Request(url, body, head, method="POST")

@@ -32,7 +32,14 @@ def versions(more: Sequence[str] = ()) -> dict[str, str]:
         there = installed()
     found = {"python": "%d.%d.%d" % sys.version_info[:3]}
     for package in wanted:
-        found[package] = there.get(package) or _by_metadata(package)
+        found[package] = there.get(package, "")
+        if not found[package]:  # it may be an egg, a develop link or a zip file
+            from importlib import metadata
+
+            try:
+                found[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                pass
     cuda = _torch_cuda() if found["torch"] else ""
     major = "nvidia_nccl_cu%s" % cuda.split(".")[0]
     found["cuda"] = cuda
@@ -79,16 +86,6 @@ def folders() -> list[str]:
     import site
 
     return [*found, *site.getsitepackages(), site.getusersitepackages()]
-
-
-def _by_metadata(package: str) -> str:
-    """Return the version of a package that ``installed`` misses (egg, develop link, zip file); '' if it is absent."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def _torch_cuda() -> str:

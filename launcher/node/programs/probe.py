@@ -31,11 +31,11 @@ TYPE_CHECKING = False  # typing takes a fifth of the time that Python takes to s
 if TYPE_CHECKING:
     from typing import Any, Iterable, Sequence
 
-LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
+_LISTEN = "0A"  # state of a listening socket in /proc/net/tcp
 
 _LEASES = "/tmp/gnnfleet-leases"
 
-RUNS = 1000  # run folders that are examined at most, newest first
+_RUNS = 1000  # run folders that are examined at most, newest first
 
 RESOLVE_SECONDS = 8.0  # for all names together
 
@@ -167,12 +167,12 @@ def leftovers(workdir: str) -> list[dict[str, Any]]:
     """Return "run_id", "pids", "commands" of each run whose supervisor ended without a result and left processes.
 
     A process belongs to a run if the last state.json of the run lists it, or if GNNFLEET_RUN_DIR in its environment is
-    the folder of the run. Only the last ``RUNS`` runs by name are examined.
+    the folder of the run. Only the last ``_RUNS`` runs by name are examined.
     """
     runs = os.path.join(workdir, "runs")
     run_ids: dict[str, str] = {}  # by run folder of a node, as are the pids
     pids: dict[str, set[int]] = {}
-    for run_id in sorted(os.listdir(runs))[-RUNS:] if os.path.isdir(runs) else ():
+    for run_id in sorted(os.listdir(runs))[-_RUNS:] if os.path.isdir(runs) else ():
         run = os.path.join(runs, run_id)
         for name in os.listdir(run) if os.path.isdir(run) else ():
             folder = os.path.join(run, name)
@@ -186,7 +186,13 @@ def leftovers(workdir: str) -> list[dict[str, Any]]:
                     ]
                     run_ids[folder], pids[folder] = run_id, set(known)
     for pid in filter(str.isdigit, os.listdir("/proc")) if pids else ():
-        folder = _run_dir_of(pid)
+        try:
+            with open("/proc/%s/environ" % pid, "rb") as file:
+                entries = file.read().split(b"\0")
+        except OSError:  # the process has ended, or belongs to another user
+            continue
+        value = next((entry for entry in entries if entry.startswith(b"GNNFLEET_RUN_DIR=")), b"=").split(b"=", 1)[1]
+        folder = os.path.realpath(value.decode("utf-8", "replace")) if value else ""
         if folder in pids:
             pids[folder].add(int(pid))
     return [
@@ -249,7 +255,7 @@ def holder(port: int) -> str:
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in machine.read(table).splitlines()[1:]:
             words = line.split()
-            if words[3] == LISTEN and int(words[1].rpartition(":")[2], 16) == port:
+            if words[3] == _LISTEN and int(words[1].rpartition(":")[2], 16) == port:
                 inodes.add("socket:[%s]" % words[9])
     for pid in filter(str.isdigit, os.listdir("/proc")) if inodes else ():
         if inodes & open_files(pid):
@@ -263,14 +269,3 @@ def open_files(pid: str) -> set[str]:
         return {os.readlink(base + fd) for fd in os.listdir(base)}
     except OSError:  # the process has ended, or belongs to another user
         return set()
-
-
-def _run_dir_of(pid: str) -> str:
-    """Return GNNFLEET_RUN_DIR in the environment of a process, resolved; '' when it has none."""
-    try:
-        with open("/proc/%s/environ" % pid, "rb") as file:
-            entries = file.read().split(b"\0")
-    except OSError:  # the process has ended, or belongs to another user
-        return ""
-    value = next((entry for entry in entries if entry.startswith(b"GNNFLEET_RUN_DIR=")), b"=")
-    return os.path.realpath(value.split(b"=", 1)[1].decode("utf-8", "replace")) if value != b"=" else ""

@@ -21,9 +21,9 @@ _SIDE = 1536  # of the matrices; 9 MB each
 
 _COPIED = 1 << 27  # bytes; more than caches hold
 
-BLOCK = 1 << 22  # bytes
+_BLOCK = 1 << 22  # bytes
 
-LARGEST = 1 << 29  # bytes of the file
+_LARGEST = 1 << 29  # bytes of the file
 
 
 def main(request: dict[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def disk(folder: str, seconds: float) -> float:
     while folder and not os.path.isdir(folder) and folder != os.path.dirname(folder):
         folder = os.path.dirname(folder)
     name = os.path.join(folder, ".gnnfleet-speed-%d" % os.getpid())
-    block, size = os.urandom(BLOCK), 0
+    block, size = os.urandom(_BLOCK), 0
     try:
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:
@@ -82,14 +82,14 @@ def disk(folder: str, seconds: float) -> float:
     try:
         os.unlink(name)
         end = time.perf_counter() + seconds
-        while size < LARGEST and (size < 4 * BLOCK or time.perf_counter() < end):
+        while size < _LARGEST and (size < 4 * _BLOCK or time.perf_counter() < end):
             size += os.write(file, block)
             os.fdatasync(file)  # dirty pages cannot be dropped
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.lseek(file, 0, os.SEEK_SET)
         begin, count = time.perf_counter(), 0
         while time.perf_counter() < begin + seconds:
-            data = os.read(file, BLOCK)
+            data = os.read(file, _BLOCK)
             count += len(data)
             if not data:
                 break

@@ -156,10 +156,7 @@ class Loop:
                     key.data(events)
             elif not key.data.pump():
                 self._selector.unregister(key.data)
-        self._reap()
-
-    def _reap(self) -> None:
-        # Adopted orphans are collected, too, so that no zombies remain.
+        # Adopted orphans are reaped, too, so that no zombies remain.
         own = {child.pid: child for child in self._children}
         while True:
             try:
@@ -171,7 +168,7 @@ class Loop:
             if ended.si_pid in own:
                 own[ended.si_pid].running()
             else:
-                os.waitpid(ended.si_pid, 0)  # an adopted orphan
+                os.waitpid(ended.si_pid, 0)
 
 
 def exit_status(returncode: int | None) -> tuple[int | None, str | None]:

@@ -95,7 +95,14 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
     is left, "was": state before, "killed", "leftovers": [{"pid", "command"}], "notes": [text]}.
     """
     state = folder.state
-    was = _state_word(folder, state)
+    alive = state is not None and _alive(state)
+    before = result(folder)  # read after the supervisor's liveness
+    if before is not None:
+        was = str(before["state"])
+    elif state is None:
+        was = "not started"
+    else:
+        was = str(state["state"]) if alive else "lost"
     # Write ``control/stop``, without content if the disk is full. If that fails, send SIGTERM to the supervisor.
     path = folder.path("control", "stop")
     try:
@@ -127,33 +134,14 @@ def stop(folder: NodeFolder, timeout: float, session: str, request: dict[str, An
         with suppress(FileNotFoundError, subprocess.TimeoutExpired):  # tmux is not installed, or hangs
             command = ["tmux", "kill-session", "-t", f"={session}"]
             subprocess.run(command, capture_output=True, timeout=10, check=False)
-    notes = [folder.damage, "" if left else _release_leases(folder)]
-    ended = {"killed": killed, "leftovers": describe(left)}
-    return {"stopped": not left, "was": was, **ended, "notes": [*filter(None, notes)]}
-
-
-def _state_word(folder: NodeFolder, state: dict[str, Any] | None) -> str:
-    """Return the node's state in one word: that of ``result.json`` or ``state.json``, "lost" or "not started".
-
-    ``state``: content of ``state.json``.
-    """
-    alive = state is not None and _alive(state)
-    ended = result(folder)  # read after the supervisor's liveness
-    if ended is not None:
-        return str(ended["state"])
-    if state is None:
-        return "not started"
-    return str(state["state"]) if alive else "lost"
-
-
-def _release_leases(folder: NodeFolder) -> str:
-    """Release the leases of a node whose supervisor has ended; returns why that failed, or ''."""
-    try:
-        if folder.lease_key is not None:
+    notes = [folder.damage] if folder.damage else []
+    if not left and folder.lease_key is not None:
+        try:
             leases.release(*folder.lease_key)
-    except leases.LeaseError as error:
-        return f"leases could not be released: {error}"
-    return ""
+        except leases.LeaseError as error:
+            notes.append(f"leases could not be released: {error}")
+    ended = {"killed": killed, "leftovers": describe(left)}
+    return {"stopped": not left, "was": was, **ended, "notes": notes}
 
 
 def describe(processes: list[procs.Process]) -> list[dict[str, Any]]:

@@ -60,8 +60,8 @@ CAUSE = Record(
     {},
 )
 
-#: A lost node, or a node that the run continues without.
-LOST_NODE = Record(
+# A lost node, or a node that the run continues without.
+_LOST_NODE = Record(
     {},
     {"since": (moment, 0.0), "why": (text, ""), "how": (text, "lost")},
     {"t": moment, "kind": text, "text": text},
@@ -101,12 +101,12 @@ def _most(value: Any) -> list[Any]:
     return [text(name), number(share)]
 
 
-#: How a rank uses its GPU, as the trainer's DeviceMonitor reports it.
+# How a rank uses its GPU, as the trainer's DeviceMonitor reports it.
 _DEVICE = table(number, r"\w{1,40}")
 
 _RANK_NUMBERS = ("loss", "seeds_per_s", "remote_share", "own_s", "step_s", "batch_s", "idle_s")
 
-#: The last metrics of a rank, in a node's state.
+# The last metrics of a rank, in a node's state.
 _RANK_STATE = Record(
     {},
     {"at": (none_or(_at), None), **{name: (none_or(natural), None) for name in _PROGRESS}},
@@ -152,8 +152,8 @@ WAIT = Record(
 
 _PEER = Record({}, {"state": (text, "absent"), "age": (none_or(number), None)}, {})
 
-#: A restart of a run, as all supervisors report it.
-RESTART = Record(
+# A restart of a run, as all supervisors report it.
+_RESTART = Record(
     {"generation": natural, "text": text},
     {
         **dict.fromkeys(("of", "cause_node"), (natural, 0)),
@@ -170,12 +170,12 @@ RESTART = Record(
 _RESTARTS: dict[str, Validator] = {
     "generation": natural,
     "hub": natural,
-    "restarts": items(RESTART),
+    "restarts": items(_RESTART),
     "left": flag,
     "no_restart": text,
 }
 
-#: The last metrics of a rank, in a report to the hub, which needs all fields.
+# The last metrics of a rank, in a report to the hub, which needs all fields.
 _RANK_REPORT = Record(
     {"kind": text, "t": moment, "ended": flag},
     {
@@ -186,12 +186,12 @@ _RANK_REPORT = Record(
     {"most": none_or(_most), "device": _DEVICE, "done": flag},
 )
 
-#: A checkpoint that a restart may continue from, see ``newest_checkpoint``.
+# A checkpoint that a restart may continue from, see ``newest_checkpoint``.
 _CHECKPOINT = Record(
     {"file": matching(r"epoch-\d{4,9}(-step-\d{6,12})?\.pt"), "epoch": natural, "step": natural}, {}, {}
 )
 
-#: What a node can contribute to a restart.
+# What a node can contribute to a restart.
 _STANDING = Record({"checkpoint": none_or(_CHECKPOINT), "parts": items(natural), "stepped": flag}, {}, {})
 
 #: ``track/<tracker>.json``: where a tracker shows the run.
@@ -199,7 +199,7 @@ TRACKED = Record({"id": text, "url": text, "folder": matching(r"[\w.-]*(/[\w.-]+
 
 _BLOCKER = Record({"run_id": text, "user": text, "what": text}, {"since": (moment, 0.0), "waits": (flag, False)}, {})
 
-#: What a node of a waiting run waits for, in state.json: the leases and the earlier tickets on its host.
+# What a node of a waiting run waits for, in state.json: the leases and the earlier tickets on its host.
 _QUEUE = Record(
     {},
     {
@@ -210,7 +210,7 @@ _QUEUE = Record(
     {},
 )
 
-#: The place of a node in line, in a report to the hub, and the turn that the hub calls.
+# The place of a node in line, in a report to the hub, and the turn that the hub calls.
 _PLACE = Record({"ready": flag, "held": flag, "round": natural}, {}, {})
 _TURN = Record({"take": flag, "go": flag, "round": natural}, {}, {})
 
@@ -238,10 +238,10 @@ MEMBER_REPORT = Record(
     {},
 )
 
-#: A node that the run continues without, in a decision.
+# A node that the run continues without, in a decision.
 _GONE = Record({"since": moment, "t": moment, **dict.fromkeys(("why", "how", "kind", "text"), text)}, {}, {})
 
-#: The hub's decision after an attempt (``launcher.node.supervisor.restart.decide``).
+# The hub's decision after an attempt (``launcher.node.supervisor.restart.decide``).
 _DECISION = Record(
     {"generation": natural, "restart": flag, "leave": flag},
     {
@@ -253,7 +253,7 @@ _DECISION = Record(
         **dict.fromkeys(("left", "given_up"), (flag, False)),
         "checkpoint": (none_or(_CHECKPOINT), None),
         "cause": (none_or(CAUSE), None),
-        "records": (items(RESTART), list),
+        "records": (items(_RESTART), list),
         "gone": (table(_GONE), dict),
     },
     {},
@@ -277,7 +277,7 @@ ORDERS = Record(
 
 _ABOUT_OTHERS = {
     "clock_offset": (none_or(number), None),
-    "gone": (table(LOST_NODE), dict),
+    "gone": (table(_LOST_NODE), dict),
     "findings": (items(FINDING), list),
 }
 
@@ -304,7 +304,7 @@ RESULT = Record(
         "cause": (none_or(CAUSE), None),
         "asked": (none_or(_ASKED), None),
         "outcomes": (items(OUTCOME), list),
-        "lost": (table(LOST_NODE), dict),
+        "lost": (table(_LOST_NODE), dict),
     },
     _RESTARTS,
 )
@@ -323,7 +323,7 @@ REPORT = Record(
         "exit_status": (natural, 1),
     },
     {
-        "restarts": items(RESTART),
+        "restarts": items(_RESTART),
         "trackers": items(Record(dict.fromkeys(("tracker", "id", "url", "path"), text), {}, {})),
     },
 )
@@ -410,15 +410,11 @@ def message_in(line: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise Damaged(f"received a damaged JSON line of {len(line):,} characters")
     try:
-        return _message(value)
+        known = {name: kind(value[name]) for name, kind in _MESSAGE_FIELDS.items() if name in value}
+        if "file" in value and not {"offset", "lines"} <= value.keys():
+            raise ValueError("a message with `file` must have `offset` and `lines` too")
+        if "stopped" in value and not {"killed", "leftovers"} <= value.keys():
+            raise ValueError("a message with `stopped` must have `killed` and `leftovers` too")
+        return {**value, **known}
     except ValueError as error:
         raise Damaged(f"received `{found[0]}…` with a field missing or of the wrong type ({error})") from None
-
-
-def _message(value: dict[str, Any]) -> dict[str, Any]:
-    found = {**value, **{name: kind(value[name]) for name, kind in _MESSAGE_FIELDS.items() if name in value}}
-    if "file" in found and not {"offset", "lines"} <= found.keys():
-        raise ValueError("a message with `file` must have `offset` and `lines` too")
-    if "stopped" in found and not {"killed", "leftovers"} <= found.keys():
-        raise ValueError("a message with `stopped` must have `killed` and `leftovers` too")
-    return found

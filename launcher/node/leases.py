@@ -25,7 +25,7 @@ from typing import Any, Iterable, Iterator, NamedTuple
 
 from launcher.node import procs
 
-FOLDER = "/tmp/gnnfleet-leases"
+_FOLDER = "/tmp/gnnfleet-leases"
 
 _PATIENCE = 5.0  # seconds to wait for the lock on the folder
 
@@ -226,7 +226,7 @@ def _folder(create: bool, patience: float | None = None) -> Iterator[Any]:
     """Lock the lease folder exclusively; yield its file descriptor, or None if it does not exist and ``create`` is
     false. patience: seconds to wait for the lock; None: ``_PATIENCE``.
     """
-    path = os.environ.get("GNNFLEET_LEASES") or FOLDER
+    path = os.environ.get("GNNFLEET_LEASES") or _FOLDER
     descriptor = None
     try:
         descriptor = _locked(path, create, _PATIENCE if patience is None else patience)
@@ -256,7 +256,7 @@ def _permission_message(path: str, name: str | None) -> str:
 def _locked(path: str, create: bool, patience: float) -> int | None:
     """Open and lock the lease folder; return its file descriptor, or None if it does not exist and ``create`` is false.
 
-    Tries again if a cleaner of /tmp removes the folder meanwhile. Raises OSError.
+    Tries again if a cleaner of /tmp removes the folder meanwhile. Raises OSError, and LeaseError after ``patience`` s.
     """
     deadline = time.monotonic() + patience
     while True:
@@ -264,7 +264,14 @@ def _locked(path: str, create: bool, patience: float) -> int | None:
         if descriptor is None:
             return None
         try:
-            _lock(descriptor, path, deadline, patience)
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise LeaseError("%s: another process has kept it locked for %g s" % (path, patience)) from None
+                    time.sleep(0.01)
             if os.fstat(descriptor).st_nlink:
                 return descriptor
         except BaseException:
@@ -295,17 +302,6 @@ def _opened(path: str, create: bool) -> int | None:
     if status.st_uid == os.geteuid() and status.st_mode & 0o1777 != 0o1777:
         os.fchmod(descriptor, 0o1777)
     return descriptor
-
-
-def _lock(descriptor: int, path: str, deadline: float, patience: float) -> None:
-    """Lock the lease folder with flock; raises LeaseError at ``deadline`` (monotonic), after ``patience`` seconds."""
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise LeaseError("%s: another process has kept it locked for %g s" % (path, patience)) from None
-            time.sleep(0.01)
 
 
 def _valid_leases(folder: int) -> list[Lease]:

@@ -14,7 +14,7 @@ MAX_LINE = 64 * 1024  #: bytes; a longer line is split
 
 SNAPSHOT_EVERY = 10.0  #: seconds between two logged states of a progress bar
 
-TAIL = 40  #: last lines kept in memory
+_TAIL = 40  # last lines kept in memory
 
 _MAX_TAIL = 2000  # characters kept of a line of the tail, which is part of each outcome
 
@@ -116,7 +116,7 @@ class LineLog:
     """
 
     def __init__(self, path: str) -> None:
-        self.tail: deque[str] = deque(maxlen=TAIL)
+        self.tail: deque[str] = deque(maxlen=_TAIL)
         self.traceback = TracebackFinder()
         self.crash = _CrashFinder()
         self._file = open_at_once(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -150,9 +150,7 @@ class LineLog:
             self.tail.append(text if len(text) <= _MAX_TAIL else f"{text[:_MAX_TAIL]}…")
             self.traceback.feed(text)
             self.crash.feed(text)
-        self._put("".join(f"{prefix} {text}\n" for text in texts).encode("utf-8"), len(texts))
-
-    def _put(self, data: bytes, count: int) -> None:
+        data = "".join(f"{prefix} {text}\n" for text in texts).encode("utf-8")
         if self._unwritten:
             data = f"{stamp(time.time())} [{self._unwritten} lines could not be written here]\n".encode() + data
         try:
@@ -160,7 +158,7 @@ class LineLog:
                 data = data[os.write(self._file, data) :]
             self._unwritten = 0
         except OSError:  # a full disk must not block the process that writes the output
-            self._unwritten += count
+            self._unwritten += len(texts)
 
 
 def _last_state(line: bytes) -> bytes:

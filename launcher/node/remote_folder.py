@@ -54,10 +54,14 @@ class RemoteFolder:
         self.url = url.rstrip("/")
         scheme = scheme_of(url)
         self.is_local = scheme in ("file", "local")
+        # Sizes of files are asked for again, as other machines write to the store.
+        defaults: dict[str, Any] = {"auto_mkdir": True} if self.is_local else {"use_listings_cache": False}
+        if scheme == "s3":
+            defaults["config_kwargs"] = _S3_CLIENT
         try:
             import fsspec
 
-            settings = {**_defaults(scheme), **options}
+            settings = {**defaults, **options}
             self._fs, self._path = fsspec.core.url_to_fs(self.url, skip_instance_cache=True, **settings)
         except ImportError as error:
             package = PACKAGES.get(scheme, error.name or "fsspec")
@@ -157,13 +161,6 @@ class RemoteFolder:
                 "credentials",
                 retry=not credentials,
             ) from None
-
-
-def _defaults(scheme: str) -> dict[str, Any]:
-    if scheme in ("file", "local"):
-        return {"auto_mkdir": True}
-    # Sizes of files are asked for again, as other machines write to the store.
-    return {"use_listings_cache": False, **({"config_kwargs": _S3_CLIENT} if scheme == "s3" else {})}
 
 
 def _text(error: Exception) -> str:

@@ -85,7 +85,25 @@ def show_hosts(config: ResolvedConfig, console: Console, *, speed: bool = False,
     if as_json:
         click.echo(json.dumps({"hosts": [asdict(host) for host in hosts]}, indent=1))
     else:
-        console.print(FittedTable(_COLUMNS, [_row(host) for host in hosts]))
+        rows: list[tuple[str, ...]] = []
+        for host in hosts:
+            nodes = spans(host.nodes)
+            if host.error:
+                rows.append((host.host, nodes, "–", "–", "", "–", "", "not reached"))
+                continue
+            runs = []
+            for run in host.runs:
+                devices = [name.partition(":")[2] for name in run["resources"] if name.startswith("cuda:")]
+                cuda = f", CUDA {', '.join(devices)}" if devices else ""
+                runs.append(f"run {run['run_id']} of {run['user']} since {clock_time(run['since'])}{cuda}")
+            memory = f"{decimal(host.free_memory)} of {decimal(host.memory)}"
+            models = Counter(gpu["name"].removeprefix("NVIDIA ") for gpu in host.gpus)
+            gpus = ", ".join(f"{number} × {name}" for name, number in models.items())
+            gpus += f", {sum(gpu['free'] for gpu in host.gpus)} free" if models else ""
+            measures = figures_text(host.speed) if host.speed else ""
+            disk, used = decimal(host.free_disk), "; ".join(runs) or "–"
+            rows.append((host.host, nodes, str(host.processors), memory, gpus, disk, measures, used))
+        console.print(FittedTable(_COLUMNS, rows))
         for host in hosts:
             if host.error:
                 console.print(Text(f"{host.host}: {host.error}", "red"))
@@ -150,21 +168,3 @@ def _host(
         speed=figures.get(k, {}),
         findings=findings,
     )
-
-
-def _row(host: _Host) -> tuple[str, ...]:
-    nodes = spans(host.nodes)
-    if host.error:
-        return host.host, nodes, "–", "–", "", "–", "", "not reached"
-    runs = []
-    for run in host.runs:
-        devices = [name.partition(":")[2] for name in run["resources"] if name.startswith("cuda:")]
-        cuda = f", CUDA {', '.join(devices)}" if devices else ""
-        runs.append(f"run {run['run_id']} of {run['user']} since {clock_time(run['since'])}{cuda}")
-    memory = f"{decimal(host.free_memory)} of {decimal(host.memory)}"
-    free = sum(gpu["free"] for gpu in host.gpus)
-    models = Counter(gpu["name"].removeprefix("NVIDIA ") for gpu in host.gpus)
-    gpus = ", ".join(f"{number} × {name}" for name, number in models.items()) + (f", {free} free" if models else "")
-    used = "; ".join(runs) or "–"
-    speed = figures_text(host.speed) if host.speed else ""
-    return host.host, nodes, str(host.processors), memory, gpus, decimal(host.free_disk), speed, used

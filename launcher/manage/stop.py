@@ -16,7 +16,6 @@ from launcher.errors import FleetError, Interrupted, TransportError, reason_of
 from launcher.manage.collect_run import CollectResult, collect_run, folder_for
 from launcher.manage.node_views import OpenRun
 from launcher.report.launch_file import LaunchFile
-from launcher.report.run_folder import FoundRun
 from launcher.report.verdict import from_here, known_without_nodes
 from launcher.run.tmux_session import STOP_EXTRA, StopReport, stop_session
 from launcher.text import count
@@ -72,7 +71,30 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
     """
     found = run.found
     if known_without_nodes(found):
-        message = _end_here(found)
+        # It has no process on a node: at most its launcher runs, on this machine.
+        if found.plan_is_missing:
+            raise FleetError(found.without_plan("stop"))
+        launch = found.launch
+        prepares = found.result is None and launch is not None and launch.alive()
+        if launch is not None and launch.slurm_job and (prepares or launch.requeued):
+            job = launch.slurm_job
+            cancel(job)
+            end = time.monotonic() + _JOB_WAIT
+            while not job_status(job).ended:
+                if time.monotonic() > end:
+                    raise FleetError(f"Slurm job {job} did not end within {_JOB_WAIT:g} s; see `squeue -j {job}`")
+                time.sleep(0.5)
+            what = "; nothing had been started on the nodes" if prepares else ", which would have resumed it"
+            message = f"run {found.run_id}: Slurm job {job} was cancelled{what}"
+        elif launch is None or not prepares:
+            message = f"nothing to stop: {from_here(found).sentence}"
+        elif _stop_launcher(launch):
+            stopped_it = f"its launcher (pid {launch.pid}) was stopped"
+            message = f"run {found.run_id}: {stopped_it}; nothing had been started on the nodes"
+        else:
+            raise FleetError(
+                f"the launcher of run {found.run_id} (pid {launch.pid}) did not end; kill it: kill -9 {launch.pid}"
+            )
         console.print(Text(message), soft_wrap=True)
         return StopResult(found.run_id, message)
 
@@ -114,28 +136,3 @@ def end_run(run: OpenRun, runs_dir: Path, console: Console, *, now: bool) -> Sto
         if line:
             console.print(Text(line), soft_wrap=True)
     return StopResult(found.run_id, message, stopped, collected)
-
-
-def _end_here(found: FoundRun) -> str:
-    """End a run that has no process on a node: at most its launcher runs, on this machine. Return what was done."""
-    if found.plan_is_missing:
-        raise FleetError(found.without_plan("stop"))
-    launch = found.launch
-    prepares = found.result is None and launch is not None and launch.alive()
-    if launch is not None and launch.slurm_job and (prepares or launch.requeued):
-        cancel(launch.slurm_job)
-        end = time.monotonic() + _JOB_WAIT
-        while not job_status(launch.slurm_job).ended:
-            if time.monotonic() > end:
-                job = launch.slurm_job
-                raise FleetError(f"Slurm job {job} did not end within {_JOB_WAIT:g} s; see `squeue -j {job}`")
-            time.sleep(0.5)
-        what = "nothing had been started on the nodes" if prepares else "which would have resumed it"
-        return f"run {found.run_id}: Slurm job {launch.slurm_job} was cancelled{';' if prepares else ','} {what}"
-    if launch is None or not prepares:
-        return f"nothing to stop: {from_here(found).sentence}"
-    if not _stop_launcher(launch):
-        raise FleetError(
-            f"the launcher of run {found.run_id} (pid {launch.pid}) did not end; kill it: kill -9 {launch.pid}"
-        )
-    return f"run {found.run_id}: its launcher (pid {launch.pid}) was stopped; nothing had been started on the nodes"

@@ -39,7 +39,24 @@ def sweep_page(definition: Definition, trials: Sequence[Trial], metric: Metric, 
 
     charts: list[Chart] = []
     if scored := [trial for trial in trials if trial.score is not None]:
-        charts += [_parallel(definition, scored, metric), _history(definition, scored, metric)]
+        data: list[Mapping[str, Any]] = []
+        for state, colour in (("done", "#0072b2"), ("pruned", _PRUNED)):
+            shown = [trial for trial in scored if trial.state == state]
+            data.append(
+                {
+                    "type": "scatter", "mode": "markers", "name": state, "marker": {"color": colour, "size": 8},
+                    "x": [trial.number for trial in shown], "y": [trial.score for trial in shown],
+                    "text": [f"{trial.name} {values_words(trial, definition.space)}" for trial in shown],
+                }
+            )  # fmt: skip
+        done = [trial for trial in scored if trial.state == "done"]
+        steps = [metric.best([trial.score or 0.0 for trial in done[: i + 1]]) for i in range(len(done))]
+        line = {"color": _BEST_OF_ALL, "shape": "hv"}
+        numbers = [trial.number for trial in done]
+        data.append({"type": "scatter", "mode": "lines", "name": "best so far", "line": line, "x": numbers, "y": steps})
+        layout = {"xaxis": {"title": {"text": "trial"}}, "yaxis": {"title": {"text": _plain(metric.title)}}}
+        history = Chart("history", "history", [trace for trace in data if trace["x"]], layout)
+        charts += [_parallel(definition, scored, metric), history]
     if shares := importance(definition, scored):
         names = sorted(shares, key=lambda key: -shares[key])
         note = (
@@ -138,29 +155,6 @@ def _height(dimension: Dimension, text: str) -> float:
     if dimension.log:
         low, high, value = math.log(low), math.log(high), math.log(value)
     return min(1.0, max(0.0, (value - low) / (high - low)))
-
-
-def _history(definition: Definition, scored: Sequence[Trial], metric: Metric) -> Chart:
-    data: list[Mapping[str, Any]] = []
-    for state, colour in (("done", "#0072b2"), ("pruned", _PRUNED)):
-        shown = [trial for trial in scored if trial.state == state]
-        data.append(
-            {
-                "type": "scatter", "mode": "markers", "name": state, "marker": {"color": colour, "size": 8},
-                "x": [trial.number for trial in shown], "y": [trial.score for trial in shown],
-                "text": [f"{trial.name} {values_words(trial, definition.space)}" for trial in shown],
-            }
-        )  # fmt: skip
-    done = [trial for trial in scored if trial.state == "done"]
-    steps = [metric.best([trial.score or 0.0 for trial in done[: i + 1]]) for i in range(len(done))]
-    data.append(
-        {
-            "type": "scatter", "mode": "lines", "name": "best so far", "line": {"color": _BEST_OF_ALL, "shape": "hv"},
-            "x": [trial.number for trial in done], "y": steps,
-        }
-    )  # fmt: skip
-    layout = {"xaxis": {"title": {"text": "trial"}}, "yaxis": {"title": {"text": _plain(metric.title)}}}
-    return Chart("history", "history", [trace for trace in data if trace["x"]], layout)
 
 
 def importance(definition: Definition, scored: Sequence[Trial]) -> dict[str, float]:

@@ -14,6 +14,8 @@ CRASHES = {
 }
 
 
+_LONGEST = 1000  # characters of an exception in a message; its traceback has all
+
 #: Exceptions of torch in a process that another one has left.
 _PEER_IS_GONE = ("DistBackendError", "DistNetworkError", "DistStoreError")
 
@@ -31,7 +33,7 @@ def describe(record: Mapping[str, Any]) -> str:
     if record["oom"]:
         return f"ran out of memory (killed by the kernel{f'; {note}' if note else ''})"
     if exception := exception_of(record):
-        return f"raised {exception}"
+        return f"raised {exception[:_LONGEST]}{'…' if len(exception) > _LONGEST else ''}"  # it may print an array
     if signaled in CRASHES:
         return f"crashed: {CRASHES[signaled]} ({signaled}){f', {note}' if note else ''}"
     if signaled:

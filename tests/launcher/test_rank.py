@@ -107,6 +107,14 @@ def test_whether_a_failure_follows_from_the_end_of_another_process(tmp_path: Pat
     assert outcome(tmp_path)["follow_up"] == follow_up
 
 
+def test_an_exception_with_a_long_text_is_shortened_in_messages(tmp_path: Path) -> None:
+    assert run_rank(tmp_path, "raise ValueError('wrong rows: ' + '7 ' * 20_000)") == 1
+    record = outcome(tmp_path)
+    words = describe(record)
+    assert words.startswith("raised ValueError: wrong rows: 7 7 ") and words.endswith("7 …") and len(words) < 1100
+    assert len("".join(record["traceback"])) > 20_000
+
+
 def test_an_error_of_the_trainer_is_the_reason_of_the_end(tmp_path: Path) -> None:
     report = json.dumps({"type": "PartitionError", "follow_up": False, "message": "part 3: edges.npy is damaged"})
     code = f"import sys; open({str(tmp_path / 'procs/error-rank5.json')!r}, 'w').write({report!r}); sys.exit(1)"

@@ -99,7 +99,7 @@ def test_a_rank_whose_script_writes_other_times_is_known_to_the_lead_node(tmp_pa
 
 def test_a_rewritten_file_is_read_from_its_start(tmp_path: Path) -> None:
     vitals = Vitals(str(tmp_path), [0])
-    write(tmp_path, 0, step(1), step(30))
+    write(tmp_path, 0, step(1), step(30), '{"t": 131.0, "ki')
     vitals.look(0.0)
     (tmp_path / "metrics-rank0.jsonl").unlink()
     vitals.look(0.0)

@@ -9,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from launcher.node.json_reader import moment, parsed
@@ -155,7 +156,17 @@ class LineTail:
         self._rest = b""
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        *whole, self._rest = (self._rest + self._added()).split(b"\n")
+        data = b""
+        with suppress(OSError):  # not created yet, in a run folder that has been deleted, or a pipe or folder
+            file = open_at_once(self.path, os.O_RDONLY)
+            try:
+                if os.fstat(file).st_size < self._offset:  # truncated: read from the start
+                    self._offset, self._rest = 0, b""
+                data = os.pread(file, _AT_ONCE, self._offset)
+            finally:
+                os.close(file)
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST:
             self._rest = b""
         for text in whole:
@@ -163,22 +174,6 @@ class LineTail:
             kind = line.get("kind") if isinstance(line, dict) else None
             if isinstance(kind, str) and len(kind) <= _LONGEST_KIND:
                 yield line
-
-    def _added(self) -> bytes:
-        try:
-            file = open_at_once(self.path, os.O_RDONLY)
-        except OSError:  # not created yet, or the run folder has been deleted
-            return b""
-        try:
-            if os.fstat(file).st_size < self._offset:  # truncated: read from the start
-                self._offset, self._rest = 0, b""
-            data = os.pread(file, _AT_ONCE, self._offset)
-        except OSError:  # a pipe or a folder
-            return b""
-        finally:
-            os.close(file)
-        self._offset += len(data)
-        return data
 
 
 def read_progress(path: str) -> list[Any] | None:

@@ -305,7 +305,9 @@ def test_names_are_resolved_within_a_time_limit(monkeypatch: pytest.MonkeyPatch)
     assert probed(names=["localhost", "no-such-host.invalid"])["names"]["no-such-host.invalid"] == ""
     monkeypatch.setattr(probe, "RESOLVE_SECONDS", 0.2)
     monkeypatch.setattr(probe, "lookup", lambda name: time.sleep(5) if name == "slow" else "10.0.0.1")
-    assert network.resolved({"gpu1..lan"}) == {"gpu1..lan": ""} and probe._route_to("gpu1..lan") == ""
+    assert network.resolved({"gpu1..lan"}) == {"gpu1..lan": ""}
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    assert probed(peer="gpu1..lan")["address"] == "127.0.0.1"
     assert probe.resolved(["slow", "quick"]) == {"slow": "", "quick": "10.0.0.1"}
 
 

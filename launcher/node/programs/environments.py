@@ -71,28 +71,27 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def worker(waiting: list[tuple[int, dict[str, str]]], versions: dict[int, dict[str, str]], source: str) -> None:
-    """Take (index, environment) from ``waiting`` until it is empty; store package versions as ``versions[index]``."""
+    """Take (index, environment) from ``waiting`` until it is empty; store package versions as ``versions[index]``.
+
+    They are what ``packages.versions`` returns in that Python; {} when it fails. source: text of packages.py.
+    """
     while True:
         try:
             index, one = waiting.pop()
         except IndexError:
             return
-        versions[index] = _versions_of(one["program"], source)
-
-
-def _versions_of(program: str, source: str) -> dict[str, str]:
-    """Run ``packages.versions`` in the Python ``program``; {} when that fails. source: text of packages.py."""
-    try:
-        done = subprocess.run(
-            [program, "-c", source + _ENDING],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS, cwd="/",
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return {}
-    for line in done.stdout.decode("utf-8", "replace").splitlines():
-        if line.startswith(_MARK):
-            return dict(ast.literal_eval(line[len(_MARK) :]))
-    return {}
+        versions[index] = {}
+        try:
+            done = subprocess.run(
+                [one["program"], "-c", source + _ENDING],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=SECONDS, cwd="/",
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        for line in done.stdout.decode("utf-8", "replace").splitlines():
+            if line.startswith(_MARK):
+                versions[index] = dict(ast.literal_eval(line[len(_MARK) :]))
+                break
 
 
 # -- Pythons -------------------------------------------------------------

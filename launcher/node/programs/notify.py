@@ -73,7 +73,18 @@ def label(target: str) -> str:
 def _send(target: str, body: bytes, env: dict[str, str]) -> tuple[str, bool]:
     """Return why ``body`` did not reach ``target``, '' if it did; and whether another attempt may succeed."""
     if not target.startswith("$") and not _URL.match(target):
-        return _run(shlex.split(target), body, env)
+        argv = shlex.split(target)
+        try:
+            ended = subprocess.run(
+                argv, input=body, env=env, timeout=_RUN_FOR, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        except subprocess.TimeoutExpired:
+            return "%s did not end within %d s" % (argv[0], _RUN_FOR), False
+        except OSError as error:
+            return "%s: %s" % (argv[0], error.strerror), False
+        lines = ended.stdout.decode("utf-8", "replace").strip().splitlines()
+        words = "%s ended with exit status %d" % (argv[0], ended.returncode)
+        return (words + (": %s" % lines[-1] if lines else "") if ended.returncode else ""), False
     names = [match.group(1) or match.group(2) for match in _VARIABLE.finditer(target)]
     unset = [name for name in names if name not in env]
     if unset:
@@ -99,20 +110,6 @@ def _send(target: str, body: bytes, env: dict[str, str]) -> tuple[str, bool]:
         return "%s: the address cannot be used; it has no user or password, and may have a port" % name, False
     except http.client.HTTPException as error:
         return "%s: no answer in HTTP (%s)" % (name, type(error).__name__), True
-
-
-def _run(argv: list[str], body: bytes, env: dict[str, str]) -> tuple[str, bool]:
-    try:
-        ended = subprocess.run(
-            argv, input=body, env=env, timeout=_RUN_FOR, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-    except subprocess.TimeoutExpired:
-        return "%s did not end within %d s" % (argv[0], _RUN_FOR), False
-    except OSError as error:
-        return "%s: %s" % (argv[0], error.strerror), False
-    lines = ended.stdout.decode("utf-8", "replace").strip().splitlines()
-    words = "%s ended with exit status %d" % (argv[0], ended.returncode)
-    return (words + (": %s" % lines[-1] if lines else "") if ended.returncode else ""), False
 
 
 if __name__ == "__main__":

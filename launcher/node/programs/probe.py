@@ -117,15 +117,6 @@ def _own_address(peer: str) -> str:
     arrived = words[2].replace("::ffff:", "").split("%")[0] if len(words) == 4 else ""
     if arrived and not is_loopback(arrived):
         return arrived
-    return _route_to(peer) or arrived or "127.0.0.1"
-
-
-def is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _route_to(peer: str) -> str:
-    """Return the source address of the route to ``peer``; '' when there is no route."""
     try:
         family, kind, proto, _, target = socket.getaddrinfo(peer, 9, 0, socket.SOCK_DGRAM)[0]
         sock = socket.socket(family, kind, proto)
@@ -135,7 +126,11 @@ def _route_to(peer: str) -> str:
         finally:
             sock.close()
     except (OSError, UnicodeError):
-        return ""
+        return arrived or "127.0.0.1"
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def interface_of(address: str, own: list[tuple[str, str]]) -> str:

@@ -94,7 +94,10 @@ class Child:
     @property
     def status(self) -> tuple[int | None, str | None]:
         """Exit status as in a shell (128 + n for signal n), and the signal's name; (None, None) while running."""
-        return exit_status(self.process.returncode)
+        number = self.process.returncode
+        if number is None or number >= 0:
+            return number, None
+        return 128 - number, signal_name(-number)
 
     def record(self) -> dict[str, Any]:
         """{"name", "pid", "pgid", "start_ticks"}, by which other programs identify this process."""
@@ -169,13 +172,6 @@ class Loop:
                 own[ended.si_pid].running()
             else:
                 os.waitpid(ended.si_pid, 0)
-
-
-def exit_status(returncode: int | None) -> tuple[int | None, str | None]:
-    """Convert the returncode of a Popen to (exit status as in a shell, signal name or None)."""
-    if returncode is None or returncode >= 0:
-        return returncode, None
-    return 128 - returncode, signal_name(-returncode)
 
 
 def signal_name(number: int) -> str:

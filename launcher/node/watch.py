@@ -133,7 +133,11 @@ class Watcher:
             return ""
         age = time.time() - self._state["time"]
         gone = f"the supervisor (pid {self._state['pid']}) is gone; its last sign of life was {age:.0f} s ago"
-        return gone + (f"; the disk of {self.run_dir} is full" if _disk_full(self.run_dir) else "")
+        with suppress(FileNotFoundError):  # the run folder has been deleted
+            disk = os.statvfs(self.run_dir)
+            if disk.f_bavail * disk.f_frsize < _SMALL_FILE:
+                gone += f"; the disk of {self.run_dir} is full"
+        return gone
 
     def emit_state(self) -> None:
         path = self._path("state.json")
@@ -216,15 +220,6 @@ class Watcher:
 
     def _path(self, name: str) -> str:
         return os.path.join(self.run_dir, name)
-
-
-def _disk_full(path: str) -> bool:
-    """Whether the file system has less than 16 KiB left."""
-    try:
-        disk = os.statvfs(path)
-    except FileNotFoundError:  # the run folder has been deleted
-        return False
-    return disk.f_bavail * disk.f_frsize < _SMALL_FILE
 
 
 def _first_since(path: str, since: float) -> int:

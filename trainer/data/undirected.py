@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from trainer.core.row_sort import Column, Records, Scratch, SortedRows, sorted_r
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.data.dataset import EdgeData
 from trainer.data.edges import undirected
+from trainer.data.work_arrays import mapped_values
 
 _EDGES_AT_ONCE = 1 << 20
 
@@ -106,10 +106,10 @@ def _merged_on_disk(data: EdgeData, num_nodes: int, scratch: Scratch) -> EdgeDat
             total += len(source)
     edge_index = np.lib.format.open_memmap(scratch.folder / "edge_index.npy", "w+", dtype, (2, total))
     for row, name in enumerate(names[:2]):
-        ends = _mapped(scratch.folder / name, dtype)
+        ends = mapped_values(scratch.folder / name, dtype)
         for start in range(0, total, _EDGES_AT_ONCE):
             edge_index[row, start : start + _EDGES_AT_ONCE] = ends[start : start + _EDGES_AT_ONCE]
-    origin = _mapped(scratch.folder / "origin", np.dtype(np.int64))
+    origin = mapped_values(scratch.folder / "origin", np.dtype(np.int64))
     attrs = {}
     for name, values in data.attrs.items():
         path, shape = scratch.folder / f"{name}.npy", (total, *values.shape[1:])
@@ -138,7 +138,3 @@ def _without_repeats(group: SortedRows) -> tuple[Ids, Array, Array]:
     new = np.ones(len(order), bool)
     new[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])
     return source[new], target[new], position[order[new]]
-
-
-def _mapped(path: Path, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)

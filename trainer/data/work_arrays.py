@@ -72,6 +72,11 @@ def mapped_file(path: Path, shape: tuple[int, ...], dtype: Any) -> Array:
     return np.lib.format.open_memmap(path, "w+", np.dtype(dtype), shape)
 
 
+def mapped_values(path: Path, dtype: np.dtype[Any]) -> Array:
+    """Return the memory map of a file of plain values, read-only, [n]. An empty array is in memory instead."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+
+
 @dataclass
 class WorkArrays:
     """Allocates arrays. Arrays of 64 MiB or more are files in ``folder``; the caller deletes the folder."""

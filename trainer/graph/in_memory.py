@@ -151,16 +151,18 @@ def _edge_part(dataset: Dataset, of: EdgeType, data: EdgeData, labels: Mapping[N
         )
     for row, end in ((0, of[0]), (1, of[2])):
         _check_ends(edge_index[row], dataset, of, end)
-    (rows,) = EdgeCut.of(edge_index, labels[of[0]], labels[of[2]]).part_rows()
+    cut = EdgeCut.of(edge_index, labels[of[0]], labels[of[2]])
+    (group,) = cut.sorted_edges()
+    indices, orig_id = (column() for column in group.columns)
     source_attrs = dataset.nodes[of[0]].attrs
     times = {name: source_attrs[name] for name in dataset.time_attrs if name in source_attrs}
     return EdgePart(
         start=0,
-        indptr=rows.indptr,
-        indices=rows.indices,
-        orig_id=rows.orig_id,
-        attrs=_ReorderedRows(data.attrs, rows.orig_id),
-        src_times={name: values[rows.indices].astype(np.int64) for name, values in times.items()},
+        indptr=cut.part_indptr(0),
+        indices=indices,
+        orig_id=orig_id,
+        attrs=_ReorderedRows(data.attrs, orig_id),
+        src_times={name: values[indices].astype(np.int64) for name, values in times.items()},
         endpoints=edge_index.T,
     )
 

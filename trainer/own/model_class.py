@@ -266,9 +266,9 @@ def forward_names(cls: type[nn.Module]) -> tuple[str, ...]:
     return tuple(name for name in names if name in known)
 
 
-def check_class(model: str, model_args: Mapping[str, Any], folders: Sequence[Path] = ()) -> None:
+def check_class(model: str, model_args: Mapping[str, Any]) -> None:
     """Check that the trainer can make and call the class ``model``, without a graph. Raises ``SettingsError``."""
-    cls = load_class(model, folders)
+    cls = load_class(model)
     constructor_args(cls, dict.fromkeys(_CONSTRUCTOR_NAMES, 1), model_args)
     forward_names(cls)
 

@@ -52,16 +52,6 @@ def _number(part: Array, cursor: Array, orig_id: Array, global_id: Array) -> Non
         global_id[node] = gid
 
 
-@dataclass(frozen=True)
-class EdgeRows:
-    """The in-edges of one part's nodes (CSC), of each node in the original order."""
-
-    part_id: int
-    indptr: Ids  #: [n + 1], n = nodes of the part
-    indices: Array  #: int32|int64 [e], global ids of sources
-    orig_id: Array  #: int32|int64 [e], original edge ids
-
-
 Span = tuple[int, int, int]  #: part p, begin, end: the records begin <= r < end belong to p
 
 
@@ -106,13 +96,6 @@ class EdgeCut:
             orig_id = np.arange(start, start + len(sources), dtype=self.edge_dtype)
             values = [each[start : start + len(sources)] for each in attrs]
             yield self.target.global_id[targets], [self.source.global_id[sources], orig_id, *values]
-
-    def part_rows(self) -> Iterator[EdgeRows]:
-        (group,) = self.sorted_edges()
-        indices, orig_id = (column() for column in group.columns)
-        offsets = self.offsets.tolist()
-        for part_id, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
-            yield EdgeRows(part_id, self.part_indptr(part_id), indices[begin:end], orig_id[begin:end])
 
     def part_indptr(self, part_id: int) -> Ids:
         """Return the CSC row offsets of a part, int64 [nodes of the part + 1], first 0."""

@@ -104,7 +104,13 @@ class _Conversion:
             check_ids(scan, self.options.edges[edge_type].target, "target")
         counts, node_arrays = {}, {}
         for k, (of, table) in enumerate(self.options.nodes.items()):
-            ids = [(nodes[of], table.id, "id")] if of in nodes else self._ends(of, edges)
+            ids = [(nodes[of], table.id, "id")] if of in nodes else []
+            for edge_type, scan in edges.items() if of not in nodes else ():
+                edge_table = self.options.edges[edge_type]
+                ids += [(scan, edge_table.source, "source")] if edge_type[0] == of else []
+                ids += [(scan, edge_table.target, "target")] if edge_type[2] == of else []
+            if not ids:
+                raise DataError(f"nodes.{of} has no files, and no edge table has this type as source or target")
             integers = [ids_are_integers(*column) for column in ids]  # all are checked
             self.integers[of] = all(integers)
             self.decimals[of] = any(has_decimal_texts(scan, column) for scan, column, _ in ids)
@@ -334,16 +340,6 @@ class _Conversion:
         for each in ("rows", "targets"):
             self.database.run(f"DROP TABLE {name}_{each}", scan.where)
         return int(count)
-
-    def _ends(self, of: NodeType, edges: Mapping[EdgeType, Scan]) -> list[tuple[Scan, str, str]]:
-        """Return the columns of edge tables with ids of a node type: the table, the column, and source or target."""
-        found = []
-        for (source, _, target), scan, table in zip(edges, edges.values(), self.options.edges.values(), strict=True):
-            found += [(scan, table.source, "source")] if source == of else []
-            found += [(scan, table.target, "target")] if target == of else []
-        if not found:
-            raise DataError(f"nodes.{of} has no files, and no edge table has this type as source or target")
-        return found
 
     def _nodes_of_edges(
         self, of: NodeType, ends: Sequence[tuple[Scan, str, str]], name: str

@@ -202,35 +202,30 @@ def track(run_dir: Path) -> None:
 _POSITION = ("t", "kind", "rank", "epoch", "step", "steps", "by_host", "saved", "step_loss")
 
 
-def _points_of(line: Mapping[str, Any]) -> Iterator[tuple[str, Point]]:
-    """Yield the points of a metrics line of rank 0, each with the name of its curve; nothing for lines without values.
-
-    Lines that an own script has written may lack any field.
-    """
-    kind, t, epoch = line.get("kind"), float(line.get("t") or 0), line.get("epoch")
-    if not isinstance(epoch, int):
-        return
-    if kind == "step" and isinstance(line.get("step"), int) and isinstance(line.get("steps"), int):
-        done = (epoch - 1) * line["steps"] + line["step"] + 1
-        yield "step", Point("step", done, t, _scalars(line, "step"))
-    elif kind == "epoch":
-        yield "epoch", Point("epoch", epoch, t, _scalars(line, "epoch"))
-        losses, seconds = line.get("step_loss") or (), float(line.get("seconds") or 0)
-        for i, loss in enumerate(losses, start=1):  # at times spread evenly over the epoch
-            at = (epoch - 1) * len(losses) + i
-            yield "step_loss", Point("step", at, t - seconds * (1 - i / len(losses)), {"step/loss_of_all_ranks": loss})
-    elif kind == "eval":
-        split = line.get("split") or "val"
-        yield f"eval/{split}", Point("epoch", epoch, t, _scalars(line, f"eval/{split}"))
-
-
 def _new_points(lines: Iterable[Mapping[str, Any]], done: dict[str, int]) -> Iterator[Point]:
-    """Yield the points that are further than what a tracker has.
+    """Yield the points of metrics lines of rank 0 that are further than what a tracker has.
 
-    done: the last place of each curve that the tracker has; updated.
+    done: the last place of each curve that the tracker has; updated. Lines that an own script has written may lack any
+    field.
     """
     for line in lines:
-        for curve, point in _points_of(line):
+        kind, t, epoch = line.get("kind"), float(line.get("t") or 0), line.get("epoch")
+        if not isinstance(epoch, int):
+            continue
+        found: list[tuple[str, Point]] = []  # each with the name of its curve
+        if kind == "step" and isinstance(line.get("step"), int) and isinstance(line.get("steps"), int):
+            place = (epoch - 1) * line["steps"] + line["step"] + 1
+            found.append(("step", Point("step", place, t, _scalars(line, "step"))))
+        elif kind == "epoch":
+            found.append(("epoch", Point("epoch", epoch, t, _scalars(line, "epoch"))))
+            losses, seconds = line.get("step_loss") or (), float(line.get("seconds") or 0)
+            for i, loss in enumerate(losses, start=1):  # at times spread evenly over the epoch
+                at, then = (epoch - 1) * len(losses) + i, t - seconds * (1 - i / len(losses))
+                found.append(("step_loss", Point("step", at, then, {"step/loss_of_all_ranks": loss})))
+        elif kind == "eval":
+            split = line.get("split") or "val"
+            found.append((f"eval/{split}", Point("epoch", epoch, t, _scalars(line, f"eval/{split}"))))
+        for curve, point in found:
             if point.at > done.get(curve, 0) and point.values:
                 done[curve] = point.at
                 yield point

@@ -60,11 +60,6 @@ class _Ranges:
     def count(self) -> int:
         return int(self.sizes.sum())
 
-    @property
-    def part_of(self) -> Array:
-        """The part of each node or edge of this type, in order of ids, int32 [count]."""
-        return np.repeat(np.arange(len(self.sizes), dtype=np.int32), self.sizes)
-
     def own(self, part_id: int) -> tuple[int, int]:
         end = int(self.sizes[: part_id + 1].sum())
         return end - int(self.sizes[part_id]), end
@@ -135,7 +130,8 @@ class _Partition:
             arrays[of] = {"edge_index": RawArray(np.ascontiguousarray(edge_index), place), **attrs}
         nodes = {of: self._attrs("node_feats", of, self.nodes[of], node_ids.get(of), NODE_NAMES) for of in self.nodes}
         counts = {of: ranges.count for of, ranges in self.nodes.items()}
-        parts = {of: ranges.part_of for of, ranges in self.nodes.items()}
+        part_ids = np.arange(self.num_parts, dtype=np.int32)
+        parts = {of: np.repeat(part_ids, ranges.sizes) for of, ranges in self.nodes.items()}
         for node_type, ids in node_ids.items():  # in the order of the input graph
             own, parts[node_type] = parts[node_type], np.empty_like(parts[node_type])
             parts[node_type][ids] = own

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from trainer.core.progress import progress
 from trainer.core.rng import GOLDEN, mix
 from trainer.core.row_sort import Column, Records, Scratch, sorted_rows
 from trainer.data.dataset import Dataset
+from trainer.data.work_arrays import mapped_values
 from trainer.partition.methods.balance import (
     SLACK,
     JoinedNodes,
@@ -207,11 +207,8 @@ def _contracted(graph: _WeightedGraph, cluster: Array, scratch: Scratch, name: s
             neighbours.write(to[: int(ends[-1])].data)
             weights.write(added[: int(ends[-1])].data)
             indptr[group.first : group.first + len(ends)] = ends + indptr[group.first]
-    return _WeightedGraph(indptr, _mapped(paths[0], cluster.dtype), _mapped(paths[1], np.dtype(np.int64)), node_weight)
-
-
-def _mapped(path: Path, dtype: np.dtype) -> Array:  # type: ignore[type-arg]
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+    merged, weight_of = mapped_values(paths[0], cluster.dtype), mapped_values(paths[1], np.dtype(np.int64))
+    return _WeightedGraph(indptr, merged, weight_of, node_weight)
 
 
 @njit()

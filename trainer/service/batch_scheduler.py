@@ -36,7 +36,7 @@ class ScheduledRequest(Generic[Work]):
 
 
 @dataclass(frozen=True)
-class ClientStatus:
+class _ClientStatus:
     name: str
     queue: int  #: number of waiting requests
     buffer_bytes: int  #: bytes of the buffer that this client uses or has reserved
@@ -51,7 +51,7 @@ class SchedulerStatus:
     buffer_bytes: int  #: bytes of unacknowledged replies, and bytes reserved for replies being made
     buffer_limit: int
     batches: int  #: number of batches made so far
-    clients: tuple[ClientStatus, ...]
+    clients: tuple[_ClientStatus, ...]
 
 
 @dataclass(eq=False)
@@ -129,8 +129,8 @@ class _ClientQueue(Generic[Work]):
         self._gone |= {job for job in self.making if job.peer == peer}
         self._forget_sent(peer)
 
-    def status(self, now: float) -> ClientStatus:
-        return ClientStatus(self.name.name, len(self.queue), self.held, self.batches, self.nbytes, now - self.heard)
+    def status(self, now: float) -> _ClientStatus:
+        return _ClientStatus(self.name.name, len(self.queue), self.held, self.batches, self.nbytes, now - self.heard)
 
     def _forget_sent(self, peer: Peer) -> None:
         for key in [key for key in self.sent if key[0] == peer]:
@@ -196,12 +196,20 @@ class BatchScheduler(Generic[Work]):
         with self._changed:
             until = self._clock() + timeout
             while not self._closed:
-                if job := self._choose():
-                    return job
-                left = until - self._clock()
-                if left <= 0:
+                for other in (self._others_next, not self._others_next):
+                    job = self._others.pop() if other else self._next_batch()
+                    if job is not None:
+                        self._others_next = not other
+                        if other:
+                            self._running_others.add(job)
+                        return job
+                now = self._clock()
+                if now >= until:
                     return None
-                self._changed.wait(min(left, self._until_patience_ends()))
+                # Wake up as well when the patience with a client ends.
+                blocked = [one.blocked_since for one in self._busy.values() if one.blocked_since is not None]
+                ends = [since + PATIENCE for since in blocked if since + PATIENCE > now]
+                self._changed.wait(min([until, *ends]) - now)
             return None
 
     def done(self, job: ScheduledRequest[Work], nbytes: int) -> bool:
@@ -304,16 +312,6 @@ class BatchScheduler(Generic[Work]):
         self._client_of[job.peer] = number
         return None
 
-    def _choose(self) -> ScheduledRequest[Work] | None:
-        for other in (self._others_next, not self._others_next):
-            job = self._others.pop() if other else self._next_batch()
-            if job is not None:
-                self._others_next = not other
-                if other:
-                    self._running_others.add(job)
-                return job
-        return None
-
     def _next_batch(self) -> ScheduledRequest[Work] | None:
         used, now = self._buffer_used(), self._clock()
         for client in sorted((one for one in self._busy.values() if one.queue), key=lambda one: one.tag):
@@ -331,11 +329,6 @@ class BatchScheduler(Generic[Work]):
 
     def _buffer_used(self) -> int:
         return sum(client.held for client in self._busy.values())
-
-    def _until_patience_ends(self) -> float:
-        now = self._clock()
-        ends = [one.blocked_since + PATIENCE - now for one in self._busy.values() if one.blocked_since is not None]
-        return min((left for left in ends if left > 0), default=threading.TIMEOUT_MAX)
 
     def _client_at(self, peer: Peer) -> _ClientQueue[Work] | None:
         number = self._client_of.get(peer)

@@ -162,11 +162,26 @@ class Channel:
             self._step()
             if self._at == _State.UP and self._read():
                 return True
-            left = until - time.monotonic()
-            self._check_alive()
+            now = time.monotonic()
+            if self._at == _State.UP:
+                if now - self._read_at > _STOPPED_AFTER:
+                    self._lose("connection lost")
+                elif now - max(self._read_at, self._pinged_at) > _PING_AFTER:
+                    self._pinged_at = now
+                    self._put(())
+            left = until - now
             if left <= 0:
                 return False
-            self._await(left)
+            # Wait for the socket, or for the time of the next attempt to connect.
+            if self._sock is None:
+                time.sleep(max(0.0, min(left, self._retry_at - time.monotonic())))
+                continue
+            wanted = select.POLLOUT if self._at == _State.CONNECTING or self._writer.unsent else 0
+            poll = select.poll()
+            poll.register(self._sock, wanted | (0 if self._at == _State.CONNECTING else select.POLLIN))
+            poll.poll(max(1, round(1000 * left)))
+            if self._at == _State.UP and self._writer.unsent:
+                self._flush()
         return False
 
     def _attend(self) -> None:
@@ -176,17 +191,6 @@ class Channel:
             self._read_at, self._retry_at = now, min(self._retry_at, now)
             self._down_since = None if self._down_since is None else now
         self._attended_at = now
-
-    def _await(self, seconds: float) -> None:
-        if self._sock is None:
-            time.sleep(max(0.0, min(seconds, self._retry_at - time.monotonic())))
-            return
-        wanted = select.POLLOUT if self._at == _State.CONNECTING or self._writer.unsent else 0
-        poll = select.poll()
-        poll.register(self._sock, wanted | (0 if self._at == _State.CONNECTING else select.POLLIN))
-        poll.poll(max(1, round(1000 * seconds)))
-        if self._at == _State.UP and self._writer.unsent:
-            self._flush()
 
     def _read(self) -> bool:
         assert self._sock is not None
@@ -207,32 +211,17 @@ class Channel:
             return False
         received = self._reader.messages.popleft()
         self.bytes_received += received.size
-        self._deliver(received.frames)
-        return True
-
-    def _deliver(self, parts: list[Any]) -> None:
         try:
-            reply = decode(parts)
+            reply = decode(received.frames)
         except WireError as error:
             self.state = f"connected, but the server sent an invalid message: {error}"
-            return
+            return True
         if reply.kind == Kind.ALIVE:
             self.state, self._heard_at = _BUSY, time.monotonic()
             self._put(())  # a ping, so that the server keeps replies to this client
-            return
-        call = self._calls.pop(reply.request_id, None)
-        if call is not None:
+        elif (call := self._calls.pop(reply.request_id, None)) is not None:
             call.reply = reply
-
-    def _check_alive(self) -> None:
-        if self._at != _State.UP:
-            return
-        now = time.monotonic()
-        if now - self._read_at > _STOPPED_AFTER:
-            self._lose("connection lost")
-        elif now - max(self._read_at, self._pinged_at) > _PING_AFTER:
-            self._pinged_at = now
-            self._put(())
+        return True
 
     # Connecting.
 
@@ -241,19 +230,58 @@ class Channel:
             return
         try:
             if self._at == _State.DOWN and time.monotonic() >= self._retry_at:
-                self._connect()
-            if self._at == _State.CONNECTING and self._connected():
-                self._writer.put_raw(stream.greeting(self._context is not None))
-                self._at, self.state = (
-                    _State.GREETING,
-                    self._keep_refusal("connected, but no graph server speaks there"),
-                )
-            if self._at == _State.GREETING and self._greeted():
-                self._at = _State.HANDSHAKE if self._context else _State.WELCOME
-            if self._at == _State.HANDSHAKE and self._handshake_done():
-                self._at = _State.WELCOME
-            if self._at == _State.WELCOME and self._welcomed():
-                self._up()
+                self._began = time.monotonic()
+                family, _, _, _, place = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+                self._sock = socket.socket(family, socket.SOCK_STREAM)
+                stream.set_options(self._sock)
+                self._reader, self._writer = MessageReader(MAX_MESSAGE, _memory), MessageWriter()
+                self._hello = b""
+                status = self._sock.connect_ex(place)
+                if status not in (0, errno.EINPROGRESS):
+                    raise OSError(status, os.strerror(status))
+                self._at = _State.CONNECTING
+            if self._at == _State.CONNECTING:
+                assert self._sock is not None
+                poll = select.poll()
+                poll.register(self._sock, select.POLLOUT)
+                if poll.poll(0):
+                    if status := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                        raise OSError(status, os.strerror(status))
+                    self._writer.put_raw(stream.greeting(self._context is not None))
+                    self._at = _State.GREETING
+                    self.state = self._keep_refusal("connected, but no graph server speaks there")
+            if self._at == _State.GREETING:
+                assert self._sock is not None
+                self._writer.send(self._sock)
+                while len(self._hello) < stream.GREETING_BYTES:
+                    received = self._sock.recv(stream.GREETING_BYTES - len(self._hello))
+                    if not received:
+                        raise EOFError
+                    self._hello += received
+                if problem := stream.greeting_problem(self._hello, self._context is not None):
+                    self._fail(problem, None)
+                elif self._context is not None:
+                    self._sock = self._context.wrap_socket(self._sock, do_handshake_on_connect=False)
+                    self._at = _State.HANDSHAKE
+                else:
+                    self._at = _State.WELCOME
+            if self._at == _State.HANDSHAKE:
+                assert isinstance(self._sock, ssl.SSLSocket)
+                self._sock.do_handshake()
+                if is_pinned(self._sock, {self._server}):
+                    self._at = _State.WELCOME
+                else:
+                    self._fail(_REFUSED, None)
+            if self._at == _State.WELCOME:
+                assert self._sock is not None
+                while not (self._reader.pings or self._reader.messages):
+                    self._reader.read(self._sock.recv_into)
+                self._at, self.state = _State.UP, _SLOW
+                self._down_since, self._refused, self._pause = None, False, _FIRST_PAUSE
+                self._read_at = time.monotonic()
+                for call in list(self._calls.values()):
+                    self._writer.put(encode(call.request, request_id=call.request_id))
+                self._flush()
         except WOULD_BLOCK:
             pass
         except (ssl.SSLError, ConnectionResetError, EOFError) as error:
@@ -266,65 +294,6 @@ class Channel:
 
     def _keep_refusal(self, state: str) -> str:
         return self.state if self.state.startswith("handshake refused") else state
-
-    def _connect(self) -> None:
-        self._began = time.monotonic()
-        family, _, _, _, place = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
-        self._sock = socket.socket(family, socket.SOCK_STREAM)
-        stream.set_options(self._sock)
-        self._reader, self._writer = MessageReader(MAX_MESSAGE, _memory), MessageWriter()
-        self._hello = b""
-        status = self._sock.connect_ex(place)
-        if status not in (0, errno.EINPROGRESS):
-            raise OSError(status, os.strerror(status))
-        self._at = _State.CONNECTING
-
-    def _connected(self) -> bool:
-        assert self._sock is not None
-        poll = select.poll()
-        poll.register(self._sock, select.POLLOUT)
-        if not poll.poll(0):
-            return False
-        if status := self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(status, os.strerror(status))
-        return True
-
-    def _greeted(self) -> bool:
-        assert self._sock is not None
-        self._writer.send(self._sock)
-        while len(self._hello) < stream.GREETING_BYTES:
-            received = self._sock.recv(stream.GREETING_BYTES - len(self._hello))
-            if not received:
-                raise EOFError
-            self._hello += received
-        if problem := stream.greeting_problem(self._hello, self._context is not None):
-            self._fail(problem, None)
-            return False
-        if self._context is not None:
-            self._sock = self._context.wrap_socket(self._sock, do_handshake_on_connect=False)
-        return True
-
-    def _handshake_done(self) -> bool:
-        assert isinstance(self._sock, ssl.SSLSocket)
-        self._sock.do_handshake()
-        if not is_pinned(self._sock, {self._server}):
-            self._fail(_REFUSED, None)
-            return False
-        return True
-
-    def _welcomed(self) -> bool:
-        assert self._sock is not None
-        while not (self._reader.pings or self._reader.messages):
-            self._reader.read(self._sock.recv_into)
-        return True
-
-    def _up(self) -> None:
-        self._at, self.state = _State.UP, _SLOW
-        self._down_since, self._refused, self._pause = None, False, _FIRST_PAUSE
-        self._read_at = time.monotonic()
-        for call in list(self._calls.values()):
-            self._writer.put(encode(call.request, request_id=call.request_id))
-        self._flush()
 
     def _fail(self, state: str, error: BaseException | None) -> None:
         self.state, self._refused = state, isinstance(error, ConnectionRefusedError)
@@ -355,7 +324,7 @@ class Channel:
     # Sending.
 
     def _put(self, parts: Any) -> None:
-        # ``_up`` sends requests again.
+        # ``_step`` sends requests again once the connection is up.
         if self._at == _State.UP:
             self._writer.put(parts)
             self._flush()

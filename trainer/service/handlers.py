@@ -92,7 +92,16 @@ class BoundedGraph(GraphAccess):
         self._check(bytes_of_nodes)
         self.look(PAIR_LOOKS * sum(len(request.exclude[0]) for request in requests if request.exclude is not None))
         looks = [self._looks_of(request) for request in requests]
-        self._check(bytes_of_nodes + sum(map(self._most_bytes, requests, looks)))
+        most = bytes_of_nodes
+        for request, each in zip(requests, looks, strict=True):
+            if each is None:
+                edges = len(request.nodes) * max(request.fanout, 0)
+            elif not _is_conditional(request):
+                edges = int(each.sum())
+            else:  # far fewer edges may fulfil the conditions: they are counted piece by piece
+                edges = 0
+            most += edges * self._edge_bytes(request)
+        self._check(most)
         self._looks += sum(int(each.sum()) for each in looks if each is not None)
         if self._looks > MAX_LOOKS:
             raise ServiceError(
@@ -183,15 +192,6 @@ class BoundedGraph(GraphAccess):
         if conditional or request.fanout < 0:
             return degrees
         return np.where(degrees > 0, request.fanout, 0) if request.replace else degrees.clip(max=request.fanout)
-
-    def _most_bytes(self, request: HopRequest, looks: Ids | None) -> int:
-        if looks is None:
-            edges = len(request.nodes) * max(request.fanout, 0)
-        elif not _is_conditional(request):
-            edges = int(looks.sum())
-        else:  # far fewer edges may fulfil the conditions: they are counted piece by piece
-            edges = 0
-        return edges * self._edge_bytes(request)
 
     def _edge_bytes(self, request: HopRequest) -> int:
         nodes = self._served.store.manifest.nodes if isinstance(self._served, LocalGraph) else {}

@@ -208,7 +208,31 @@ class BatchRequest(Request[SampledBatch], frozen=True):
                 f"(induced: {work.settings.induced})"
             )
         subgraph = SampledSubgraph(reply.num_hops, reply.nodes, reply.edges, reply.induced)
-        _check_subgraph(subgraph, work)
+        for node_type, seeds in work.seeds.nodes.items():
+            if node_type not in subgraph.nodes or subgraph.nodes[node_type].per_hop[:1] != (len(seeds),):
+                raise WireError(f"the batch does not begin with the requested seeds of type {node_type!r}")
+        for node_type, nodes in subgraph.nodes.items():
+            if sum(nodes.per_hop) != len(nodes.ids) or any(number < 0 for number in nodes.per_hop):
+                raise WireError(f"{len(nodes.ids)} nodes of type {node_type!r} with {nodes.per_hop} nodes per hop")
+            if nodes.tree is not None and len(nodes.tree) != len(nodes.ids):
+                raise WireError(f"{len(nodes.tree)} tree numbers for {len(nodes.ids)} nodes of type {node_type!r}")
+        for edge_type, edges in subgraph.edges.items():
+            if edges.edge is not None and len(edges.edge) != len(edges.src):
+                raise WireError(f"edges of type {edge_type} have {len(edges.src)} sources and {len(edges.edge)} ids")
+            if any(values is not None and len(values) != len(edges.src) for values in (edges.scores, edges.hops)):
+                raise WireError(f"edges of type {edge_type} do not have one score and one distance each")
+            _check_ranges(edges.row_begin, edges.row_count, len(edges.src))
+            if edges.whole is not None:
+                _check_ranges(edges.whole.begin, edges.whole.count, len(edges.src))
+            ends = [subgraph.nodes.get(edge_type[0]), subgraph.nodes.get(edge_type[2])]
+            num_src, num_dst = (0 if end is None else len(end.ids) for end in ends)
+            if len(edges.src) and not 0 <= edges.src.min() <= edges.src.max() < num_src:
+                raise WireError(f"edges of type {edge_type} have sources that are not in the batch")
+            if len(edges.row_count) > num_dst:
+                raise WireError(
+                    f"edges of type {edge_type} have {len(edges.row_count)} targets, but the batch has only {num_dst} "
+                    f"nodes of type {edge_type[2]!r}"
+                )
         rows = {of: {name: restored(one, used) for name, one in columns.items()} for of, columns in reply.rows.items()}
         found: dict[AnyType, Ids] = {of: nodes.ids for of, nodes in subgraph.nodes.items()}
         found |= {of: edges.edge for of, edges in subgraph.edges.items() if edges.edge is not None}
@@ -228,34 +252,6 @@ def _check_ranges(begin: Array, count: Array, num_edges: int) -> None:
         raise WireError(f"the edge ranges have {len(begin)} begins and {len(count)} counts")
     if len(count) and (begin.min() < 0 or count.min() < 0 or (begin + count).max() > num_edges):
         raise WireError(f"an edge range is outside the {num_edges} edges")
-
-
-def _check_subgraph(subgraph: SampledSubgraph, work: BatchWork) -> None:
-    for of, seeds in work.seeds.nodes.items():
-        if of not in subgraph.nodes or subgraph.nodes[of].per_hop[:1] != (len(seeds),):
-            raise WireError(f"the batch does not begin with the requested seeds of type {of!r}")
-    for of, nodes in subgraph.nodes.items():
-        if sum(nodes.per_hop) != len(nodes.ids) or any(number < 0 for number in nodes.per_hop):
-            raise WireError(f"{len(nodes.ids)} nodes of type {of!r} with {nodes.per_hop} nodes per hop")
-        if nodes.tree is not None and len(nodes.tree) != len(nodes.ids):
-            raise WireError(f"{len(nodes.tree)} tree numbers for {len(nodes.ids)} nodes of type {of!r}")
-    for edge_type, edges in subgraph.edges.items():
-        if edges.edge is not None and len(edges.edge) != len(edges.src):
-            raise WireError(f"edges of type {edge_type} have {len(edges.src)} sources and {len(edges.edge)} ids")
-        if any(values is not None and len(values) != len(edges.src) for values in (edges.scores, edges.hops)):
-            raise WireError(f"edges of type {edge_type} do not have one score and one distance each")
-        _check_ranges(edges.row_begin, edges.row_count, len(edges.src))
-        if edges.whole is not None:
-            _check_ranges(edges.whole.begin, edges.whole.count, len(edges.src))
-        ends = [subgraph.nodes.get(edge_type[0]), subgraph.nodes.get(edge_type[2])]
-        num_src, num_dst = (0 if nodes is None else len(nodes.ids) for nodes in ends)
-        if len(edges.src) and not 0 <= edges.src.min() <= edges.src.max() < num_src:
-            raise WireError(f"edges of type {edge_type} have sources that are not in the batch")
-        if len(edges.row_count) > num_dst:
-            raise WireError(
-                f"edges of type {edge_type} have {len(edges.row_count)} targets, but the batch has only {num_dst} "
-                f"nodes of type {edge_type[2]!r}"
-            )
 
 
 def _check_columns(of: AnyType, columns: Columns, names: tuple[str, ...], number: int) -> None:

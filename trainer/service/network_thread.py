@@ -175,26 +175,7 @@ class NetworkThread(threading.Thread):
 
     def _turn(self) -> None:
         events = self._epoll.poll(_GLANCE if self._unread else _TICK)
-        self._take_outbox()
-        for descriptor, event in events:
-            if descriptor == self._listener.fileno():
-                self._accept()
-            elif connection := self._by_fd.get(descriptor):
-                self._serve(connection, event)
-        while self._freed:
-            host, size = self._freed.popleft()
-            host.requests -= size
-            self._forget(host)
-        for connection in [one for one in self._unread if self._may_be_read(one)]:
-            self._unread.discard(connection)
-            self._serve(connection, select.EPOLLIN)
-            self._watch(connection)
-        now = time.monotonic()
-        if now >= self._tick_at:
-            self._tick_at = now + _TICK
-            self._tick(now)
-
-    def _take_outbox(self) -> None:
+        # Replies of other threads.
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         self._woken = False  # before reading the outbox, so that later replies wake this thread again
@@ -209,6 +190,24 @@ class NetworkThread(threading.Thread):
             self._counters.add("bytes_out", sum(map(len, parts)))
             if connection is not None:
                 self._send(connection, parts)
+        # Sockets that are ready.
+        for descriptor, event in events:
+            if descriptor == self._listener.fileno():
+                self._accept()
+            elif connection := self._by_fd.get(descriptor):
+                self._serve(connection, event)
+        while self._freed:
+            host, size = self._freed.popleft()
+            host.requests -= size
+            self._forget(host)
+        for readable in [one for one in self._unread if self._may_be_read(one)]:
+            self._unread.discard(readable)
+            self._serve(readable, select.EPOLLIN)
+            self._watch(readable)
+        now = time.monotonic()
+        if now >= self._tick_at:
+            self._tick_at = now + _TICK
+            self._tick(now)
 
     def _serve(self, connection: _Connection, event: int) -> None:
         if event & (select.EPOLLERR | select.EPOLLHUP):
@@ -237,39 +236,37 @@ class NetworkThread(threading.Thread):
             except ConnectionError:  # closed by the client
                 continue
             except OSError:  # no descriptor or memory left: others may be closed until the next tick
-                self._close_unadmitted(1)
+                self._close_unadmitted()
                 self._epoll.modify(self._listener, 0)
                 self._accepting = False
                 return
-            self._welcome(sock, str(place[0]))
+            if len(self._by_fd) >= MAX_CONNECTIONS and not self._close_unadmitted():
+                self._counters.add("refused")
+                sock.close()
+                continue
+            try:
+                stream.set_options(sock)
+            except OSError:  # closed by the client
+                sock.close()
+                continue
+            self._count += 1
+            address = str(place[0])
+            host = self._hosts.setdefault(address, _Host(address))
+            reader = MessageReader(self._max_request, scratch=self._scratch)
+            connection = _Connection(sock, Peer(address, self._count), host, reader, time.monotonic())
+            host.connections.add(connection)
+            self._by_fd[sock.fileno()] = self._by_peer[connection.peer] = connection
+            self._epoll.register(sock, connection.mask)
+            connection.writer.put_raw(stream.greeting(self._admission is not None))
+            host.unsent += connection.writer.unsent
+            self._serve(connection, select.EPOLLOUT)
 
-    def _welcome(self, sock: socket.socket, address: str) -> None:
-        if len(self._by_fd) >= MAX_CONNECTIONS and not self._close_unadmitted(1):
-            self._counters.add("refused")
-            sock.close()
-            return
-        try:
-            stream.set_options(sock)
-        except OSError:  # closed by the client
-            sock.close()
-            return
-        self._count += 1
-        host = self._hosts.setdefault(address, _Host(address))
-        reader = MessageReader(self._max_request, scratch=self._scratch)
-        connection = _Connection(sock, Peer(address, self._count), host, reader, time.monotonic())
-        host.connections.add(connection)
-        self._by_fd[sock.fileno()] = self._by_peer[connection.peer] = connection
-        self._epoll.register(sock, connection.mask)
-        connection.writer.put_raw(stream.greeting(self._admission is not None))
-        host.unsent += connection.writer.unsent
-        self._serve(connection, select.EPOLLOUT)
-
-    def _close_unadmitted(self, number: int) -> int:
-        """Close at most ``number`` connections without a finished handshake, oldest first. Returns how many."""
-        waiting = sorted((one for one in self._by_fd.values() if one.state != _State.OPEN), key=lambda one: one.since)
-        for connection in waiting[:number]:
-            self._close(connection)
-        return min(number, len(waiting))
+    def _close_unadmitted(self) -> bool:
+        """Close the oldest connection without a finished handshake. Returns whether there was one."""
+        waiting = [one for one in self._by_fd.values() if one.state != _State.OPEN]
+        if waiting:
+            self._close(min(waiting, key=lambda one: one.since))
+        return bool(waiting)
 
     def _close(self, connection: _Connection) -> None:
         descriptor, host, peer = connection.descriptor, connection.host, connection.peer
@@ -306,31 +303,60 @@ class NetworkThread(threading.Thread):
     # Receiving.
 
     def _read(self, connection: _Connection) -> None:
-        if connection.state == _State.GREETING and not self._greeted(connection):
-            return
-        if connection.state == _State.HANDSHAKE and not self._handshake_done(connection):
-            return
+        if connection.state == _State.GREETING:
+            try:
+                received = connection.sock.recv(stream.GREETING_BYTES - len(connection.hello))
+            except WOULD_BLOCK:
+                return
+            if not received:
+                raise EOFError
+            connection.hello += received
+            if len(connection.hello) < stream.GREETING_BYTES:
+                return
+            if stream.greeting_problem(connection.hello, self._admission is not None):
+                self._close(connection)
+                return
+            if self._admission is None:
+                self._open(connection)
+            elif connection.writer.unsent:  # a new connection always has room for the 8 bytes of the greeting
+                raise EOFError
+            else:
+                connection.state = _State.HANDSHAKE
+                connection.sock = self._admission.context().wrap_socket(
+                    connection.sock, server_side=True, do_handshake_on_connect=False
+                )
+        if connection.state == _State.HANDSHAKE:
+            assert isinstance(connection.sock, ssl.SSLSocket) and self._admission is not None
+            try:
+                connection.sock.do_handshake()
+            except WOULD_BLOCK:
+                return
+            except OSError:
+                self._close(connection)
+                return
+            if not is_pinned(connection.sock, self._admission.admitted):
+                self._close(connection)
+                return
+            self._open(connection)
+        reader, host = connection.reader, connection.host
         try:
             for _ in range(_READS_AT_ONCE):
                 if not self._take_messages(connection):
                     return
-                self._read_once(connection)
+                before = reader.partial
+                reader.read(connection.sock.recv_into)
+                connection.active_at = time.monotonic()
+                if reader.partial and not before:
+                    connection.partial_since = time.monotonic()
+                host.partial += reader.partial - before
+                if host.partial + host.requests > HOST_REQUESTS:
+                    begun = [one for one in host.connections if one.reader.partial]
+                    if begun:
+                        self._counters.add("malformed")
+                        self._close(min(begun, key=lambda one: one.partial_since))
         except WOULD_BLOCK:
             pass
         self._take_messages(connection)
-
-    def _read_once(self, connection: _Connection) -> None:
-        reader, host, before = connection.reader, connection.host, connection.reader.partial
-        reader.read(connection.sock.recv_into)
-        connection.active_at = time.monotonic()
-        if reader.partial and not before:
-            connection.partial_since = time.monotonic()
-        host.partial += reader.partial - before
-        if host.partial + host.requests > HOST_REQUESTS:
-            begun = [one for one in host.connections if one.reader.partial]
-            if begun:
-                self._counters.add("malformed")
-                self._close(min(begun, key=lambda one: one.partial_since))
 
     def _take_messages(self, connection: _Connection) -> bool:
         """Queue some of the requests that have been read, and reply to pings.
@@ -343,7 +369,22 @@ class NetworkThread(threading.Thread):
         for _ in range(_MESSAGES_AT_ONCE):
             if not reader.messages or not self._may_be_read(connection):
                 break
-            self._arrive(connection, reader.messages.popleft())
+            received = reader.messages.popleft()
+            self._counters.add("bytes_in", received.size)
+            head = head_of(received.frames)
+            if head is None:
+                raise WireError("the message is not a request")
+            if received.size > self._max_request:
+                cause = f"the request takes {received.size} bytes, over {self._max_request}"
+                self._counters.add("malformed")
+                self._send(connection, encode(head.error(f"{cause}; ask for fewer nodes or pairs at once")))
+            elif head.kind == Kind.ACK:
+                decode(received.frames, 0, 0)
+                self._scheduler.acknowledge(connection.peer, head.request_id)
+            else:
+                connection.host.requests += received.size
+                received.freed = _Freed(self._freed, connection.host, received.size)
+                self._short.put(connection.peer, (connection.peer, received))
         if reader.pings > connection.pings and not connection.writer.unsent:
             connection.pings = reader.pings
             self._send(connection, ())
@@ -358,65 +399,9 @@ class NetworkThread(threading.Thread):
             return False
         return connection.host.requests < HOST_REQUESTS // 2 or connection.reader.partial > 0
 
-    def _greeted(self, connection: _Connection) -> bool:
-        try:
-            received = connection.sock.recv(stream.GREETING_BYTES - len(connection.hello))
-        except WOULD_BLOCK:
-            return False
-        if not received:
-            raise EOFError
-        connection.hello += received
-        if len(connection.hello) < stream.GREETING_BYTES:
-            return False
-        if stream.greeting_problem(connection.hello, self._admission is not None):
-            self._close(connection)
-            return False
-        if self._admission is None:
-            self._open(connection)
-            return True
-        if connection.writer.unsent:  # a new connection always has room for the 8 bytes of the greeting
-            raise EOFError
-        connection.state = _State.HANDSHAKE
-        connection.sock = self._admission.context().wrap_socket(
-            connection.sock, server_side=True, do_handshake_on_connect=False
-        )
-        return True
-
-    def _handshake_done(self, connection: _Connection) -> bool:
-        assert isinstance(connection.sock, ssl.SSLSocket) and self._admission is not None
-        try:
-            connection.sock.do_handshake()
-        except WOULD_BLOCK:
-            return False
-        except OSError:
-            self._close(connection)
-            return False
-        if not is_pinned(connection.sock, self._admission.admitted):
-            self._close(connection)
-            return False
-        self._open(connection)
-        return True
-
     def _open(self, connection: _Connection) -> None:
         connection.state = _State.OPEN
         self._send(connection, ())
-
-    def _arrive(self, connection: _Connection, received: Received) -> None:
-        self._counters.add("bytes_in", received.size)
-        head = head_of(received.frames)
-        if head is None:
-            raise WireError("the message is not a request")
-        if received.size > self._max_request:
-            cause = f"the request takes {received.size} bytes, over {self._max_request}"
-            self._counters.add("malformed")
-            self._send(connection, encode(head.error(f"{cause}; ask for fewer nodes or pairs at once")))
-        elif head.kind == Kind.ACK:
-            decode(received.frames, 0, 0)
-            self._scheduler.acknowledge(connection.peer, head.request_id)
-        else:
-            connection.host.requests += received.size
-            received.freed = _Freed(self._freed, connection.host, received.size)
-            self._short.put(connection.peer, (connection.peer, received))
 
     # Sending.
 

@@ -21,7 +21,7 @@ from trainer.service.handlers import Handlers, ServedGraph, Topology, is_long
 from trainer.service.messages import BatchRequest, HelloInfo, ServerStats
 from trainer.service.network_thread import NetworkThread, bound_listener
 from trainer.service.service_keys import ServiceKeys
-from trainer.service.stats import STATS_EVERY, BusyTime, Counters, PeerStates, StatsReport
+from trainer.service.stats import BusyTime, Counters, PeerStates, StatsReport
 from trainer.service.stream import Received
 from trainer.wire.frames import MAX_ARRAY, Kind, Message, Status, decode, encode
 
@@ -30,6 +30,8 @@ _MAX_REQUEST = 64 << 20  #: bytes of a request
 _BUFFER_BYTES = 512 << 20  #: bytes of batches that clients have not acknowledged
 
 _GLANCE = 1.0  #: seconds between checks whether the server stops
+
+_STATS_EVERY = 2.0  #: seconds between two writes of the stats file
 
 _DecodedRequest = tuple[Message, BatchRequest | None, Received]
 
@@ -110,17 +112,14 @@ class GraphServer:
         if not is_long(request):
             return self._answer(peer, request, self._handlers.short)
         try:
-            refusal = self._scheduler.submit(self._job(peer, request, received))
+            batch = BatchRequest.read(request) if request.kind == Kind.BATCH else None
         except WireError as error:
             return self._error(request, error)
+        client = None if batch is None else batch.client
+        refusal = self._scheduler.submit(
+            ScheduledRequest(peer, request.request_id, (request, batch, received), client, request.size)
+        )
         return None if refusal is None else self._error(request, ServiceError(f"request rejected: {refusal}"))
-
-    @staticmethod
-    def _job(peer: Peer, request: Message, received: Received) -> ScheduledRequest[_DecodedRequest]:
-        if request.kind != Kind.BATCH:
-            return ScheduledRequest(peer, request.request_id, (request, None, received), size=request.size)
-        batch = BatchRequest.read(request)
-        return ScheduledRequest(peer, request.request_id, (request, batch, received), batch.client, request.size)
 
     def _make_batches(self) -> None:
         while not self._stopping.is_set():
@@ -161,7 +160,10 @@ class GraphServer:
     def _error(self, request: Message, error: Exception) -> list[Any]:
         self._counters.add("errors")
         self._counters.answered(request.kind, 0.0)
-        return encode(request.error(_cause(error), error.wait if isinstance(error, TrainerError) else None))
+        if isinstance(error, TrainerError):
+            return encode(request.error(str(error), error.wait))
+        traceback.print_exception(error, file=sys.stderr)  # an unexpected error: to the log
+        return encode(request.error(f"{type(error).__name__}: {error}", None))
 
     def _report_stats(self) -> None:
         path = self._stats_file
@@ -175,13 +177,5 @@ class GraphServer:
                 write_whole(path, json.dumps(report.make()))
             except OSError as error:
                 print(f"stats file {path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
-            if self._stopping.wait(STATS_EVERY):
+            if self._stopping.wait(_STATS_EVERY):
                 return
-
-
-def _cause(error: Exception) -> str:
-    """Return the text of an error for the client. Prints the traceback of an unexpected error to the log."""
-    if isinstance(error, TrainerError):
-        return str(error)
-    traceback.print_exception(error, file=sys.stderr)
-    return f"{type(error).__name__}: {error}"

@@ -91,10 +91,19 @@ class Admission:
     def context(self) -> ssl.SSLContext:
         """Return the TLS context for the next connection.
 
-        Reads the folder ``clients`` again if it was last read at least ``_REREAD`` seconds ago.
+        Reads the folder ``clients`` again if it was last read at least ``_REREAD`` seconds ago. Invalid lines and
+        unreadable files are skipped.
         """
         if time.monotonic() - self._read_at >= _REREAD:
-            admitted = frozenset({self._keys.public, *_guest_certificates(self._keys.guests)})
+            found = {self._keys.public}
+            for path in sorted(self._keys.guests.glob("*.key")) if self._keys.guests is not None else ():
+                try:
+                    lines = read_regular(path, _MAX_KEY_FILE).decode("ascii", "replace").split()
+                except OSError as error:  # just removed, or not readable
+                    print(f"key file {path} of a client cannot be read: {error.strerror}", file=sys.stderr, flush=True)
+                    continue
+                found.update(line for line in lines if _is_certificate(line))
+            admitted = frozenset(found)
             if admitted != self.admitted:
                 self._context, self.admitted = _server_context(self._keys, admitted), admitted
             self._read_at = time.monotonic()
@@ -105,19 +114,6 @@ def _server_context(keys: ServiceKeys, admitted: frozenset[str]) -> ssl.SSLConte
     context = _context(ssl.PROTOCOL_TLS_SERVER, keys, sorted(admitted))
     context.num_tickets = 0  # clients do not resume sessions
     return context
-
-
-def _guest_certificates(folder: Path | None) -> set[str]:
-    """Return the certificates in all key files of the folder. Invalid lines and unreadable files are skipped."""
-    found: set[str] = set()
-    for path in sorted(folder.glob("*.key")) if folder is not None else ():
-        try:
-            lines = read_regular(path, _MAX_KEY_FILE).decode("ascii", "replace").split()
-        except OSError as error:  # just removed, or not readable
-            print(f"key file {path} of a client cannot be read: {error.strerror}", file=sys.stderr, flush=True)
-            continue
-        found.update(line for line in lines if _is_certificate(line))
-    return found
 
 
 def _is_certificate(text: str) -> bool:
@@ -148,10 +144,6 @@ def read_key_file(path: str | Path) -> ServiceKeys:
         ) from None
     if mode & 0o077:
         raise ServiceError(f"service key {path} has mode {mode:04o}, so others may read it; run: chmod 600 {path}")
-    return _parse(path, text)
-
-
-def _parse(path: Path, text: str) -> ServiceKeys:
     try:
         value = parse_json(text)
         public, secret, server = (str(value.get(name, "")) for name in ("public", "secret", "server"))

@@ -15,8 +15,6 @@ from trainer.service.batch_scheduler import SchedulerStatus
 from trainer.service.messages import HelloInfo, ServerStats
 from trainer.wire.frames import Kind
 
-STATS_EVERY = 2.0  #: seconds between two writes of the stats file
-
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 PeerStates = Callable[[], Sequence[Mapping[str, str]]]  #: {"name", "state": "up" | "down"} of each peer

@@ -112,22 +112,20 @@ class MessageReader:
             raise EOFError
         if direct:
             self._advance(count)
-        else:
-            self._take(self._scratch[:count])
-        return count
-
-    def _take(self, data: memoryview) -> None:
+            return count
+        data = self._scratch[:count]
         while len(data):
             if self._frame is None:
                 data = self._take_sizes(data)
                 continue
-            count = min(len(data), self._left)
+            taken = min(len(data), self._left)
             if not self._skip:
                 room = self._room(self._frame)
-                count = min(count, len(room))
-                room[:count] = data[:count]
-            self._advance(count)
-            data = data[count:]
+                taken = min(taken, len(room))
+                room[:taken] = data[:taken]
+            self._advance(taken)
+            data = data[taken:]
+        return count
 
     @property
     def _left(self) -> int:
@@ -166,17 +164,17 @@ class MessageReader:
             self._skip = over and (len(self._frames) > 0 or size > SCRATCH)
             self._filled = 0
             if size:
-                self._frame = self._scratch if self._skip else self._memory(size)
+                if self._skip:
+                    self._frame = self._scratch
+                elif self._allocate is None or not self._frames:
+                    self._frame = np.empty(min(size, SCRATCH), np.uint8).data
+                else:
+                    self._frame = self._allocate(size).data.cast("B")
                 return
             self._frames.append(b"")
         self._frame = None
         self.messages.append(Received(self._frames, self._size))
         self._frames, self.partial = [], 0
-
-    def _memory(self, size: int) -> memoryview:
-        if self._allocate is None or not self._frames:
-            return np.empty(min(size, SCRATCH), np.uint8).data
-        return self._allocate(size).data.cast("B")
 
     def _room(self, frame: memoryview) -> memoryview:
         """Return the free memory of the current frame, which is enlarged if it is full."""
@@ -226,7 +224,13 @@ class MessageWriter:
                 else:
                     count = sock.sendmsg(list(islice(self._buffers, _BUFFERS)))
                 total += count
-                self._drop(count)
+                while count:
+                    first = self._buffers[0]
+                    if count < len(first):
+                        self._buffers[0] = first[count:]
+                        break
+                    count -= len(first)
+                    self._buffers.popleft()
         except WOULD_BLOCK:
             pass
         self._sent += total
@@ -242,15 +246,6 @@ class MessageWriter:
             self._buffers.append(view)
             self.unsent += len(view)
             self._put += len(view)
-
-    def _drop(self, count: int) -> None:
-        while count:
-            first = self._buffers[0]
-            if count < len(first):
-                self._buffers[0] = first[count:]
-                return
-            count -= len(first)
-            self._buffers.popleft()
 
 
 def set_options(sock: socket.socket) -> None:

@@ -171,8 +171,23 @@ def save_content(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, lambda file: _write_with_digest(content, file), sync=True)
-        _point_to(folder / "last.pt", path)
-        _prune(folder, position, best, keep)
+        # ``last.pt`` becomes another name of the file, or a copy.
+        temporary = folder / f".last.pt.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(path, temporary)
+        except OSError:
+            shutil.copyfile(path, temporary)
+        temporary.replace(folder / "last.pt")
+        # Keep the newest files of whole epochs, the newest ones within the current epoch, and those of the best epochs.
+        known = sorted(at for at, _ in files_of(folder) if at <= position)
+        epochs = [at for at in known if at[1] == 0]
+        steps = [at for at in known if at[1] and at > max(epochs, default=(0, 0))]
+        saved = [(epoch, 0) for epoch in dict.fromkeys(best) if (epoch, 0) in epochs]
+        kept = {*epochs[-_KEPT:], *steps[-_KEPT:], *saved[:keep]}
+        for at in known:
+            if at not in kept:
+                (folder / file_name(at)).unlink(missing_ok=True)
     except OSError as error:
         raise CheckpointError(f"checkpoint {path} cannot be written: {error.strerror or error}") from error
     return path
@@ -286,41 +301,9 @@ def check_fits(
         raise CheckpointError(f"checkpoint {path} belongs to another run: {'; '.join(problems)}")
 
 
-def _point_to(link: Path, target: Path) -> None:
-    temporary = link.with_name(f".{link.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.link(target, temporary)
-    except OSError:
-        shutil.copyfile(target, temporary)
-    temporary.replace(link)
-
-
-def _prune(folder: Path, newest: Position, best: Sequence[int], keep: int) -> None:
-    """Delete old checkpoint files after the checkpoint at ``newest`` was written.
-
-    Keeps the ``_KEPT`` newest files of whole epochs, the ``_KEPT`` newest files within the current epoch, and ``keep``
-    files of the epochs ``best``.
-    """
-    known = sorted(position for position, _ in files_of(folder) if position <= newest)
-    epochs = [position for position in known if position[1] == 0]
-    steps = [position for position in known if position[1] and position > max(epochs, default=(0, 0))]
-    saved = [(epoch, 0) for epoch in dict.fromkeys(best) if (epoch, 0) in epochs]
-    kept = {*epochs[-_KEPT:], *steps[-_KEPT:], *saved[:keep]}
-    for position in known:
-        if position not in kept:
-            (folder / file_name(position)).unlink(missing_ok=True)
-
-
 def files_of(folder: Path) -> Iterator[tuple[Position, Path]]:
     """Yield position and path of each checkpoint file in ``folder``, except ``last.pt``."""
     for path in folder.glob("epoch-*.pt"):
         position = position_of(path.name)
         if position is not None:
             yield position, path
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Delete the incomplete files that killed processes left."""
-    for path in folder.glob(".epoch-*.pt.*"):
-        path.unlink(missing_ok=True)

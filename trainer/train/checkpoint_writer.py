@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.core.errors import CheckpointError
 from trainer.core.ranks import RankGroup
-from trainer.train.checkpoint import Checkpoint, Position, remove_temporaries, save_checkpoint, save_content
+from trainer.train.checkpoint import Checkpoint, Position, save_checkpoint, save_content
 
 SHARE = 0.02  #: largest share of the time that saving may take from the training loop
 
@@ -77,11 +77,6 @@ class CheckpointSchedule:
         self._steps += 1
         if self.interval <= 0 or self._steps < self._next:
             return False
-        save, self._next = self._group.from_first(self._choice())
-        self._told, self._steps = self._clock(), 0
-        return bool(save)
-
-    def _choice(self) -> tuple[bool, int]:
         now = self._clock()
         left = self._saved + self.interval - now
         pace = max(now - self._told, 1e-9) / self._steps  # seconds per step
@@ -89,7 +84,9 @@ class CheckpointSchedule:
         wait = every if left <= 0 else min(every, left)
         asked = self._request is not None and self._request.pending()
         # A broadcast in every step would be costly for short steps, so rank 0 broadcasts about once a second.
-        return left <= 0 or asked, max(1, round(wait / pace))
+        save, self._next = self._group.from_first((left <= 0 or asked, max(1, round(wait / pace))))
+        self._told, self._steps = self._clock(), 0
+        return bool(save)
 
     def saved(self, seconds: float = 0.0) -> None:
         """Record that a checkpoint was saved within an epoch or at its end.
@@ -168,7 +165,8 @@ class CheckpointWriter:
         self.finish()
         if not self._cleaned:
             self._cleaned = True
-            remove_temporaries(self.folder)
+            for path in self.folder.glob(".epoch-*.pt.*"):  # incomplete files that killed processes left
+                path.unlink(missing_ok=True)
         return self._request if self._request is not None and self._request.pending() else None
 
     def _write(self, save: Callable[[], object], asked: CheckpointRequest | None) -> None:

@@ -40,7 +40,12 @@ class DeviceMonitor:
         if self._device.type != "cuda":
             return {}
         free, total = torch.cuda.mem_get_info(self._device)
-        share = self._share()
+        share = None
+        try:
+            if self._read_share is not None:
+                share = self._read_share()
+        except RuntimeError:  # the monitor must not end a run
+            self._read_share = None
         self._used = max(self._used, total - free)
         self._shares += [] if share is None else [share]
         return {"device": self._fields(times, total - free, total, share)}
@@ -62,13 +67,6 @@ class DeviceMonitor:
             **({"step_s": round(times.device_s / times.device_steps, 6)} if times.device_steps else {}),
             **({} if share is None else {"utilization": round(share, 3)}),
         }
-
-    def _share(self) -> float | None:
-        try:
-            return self._read_share() if self._read_share is not None else None
-        except RuntimeError:  # the monitor must not end a run
-            self._read_share = None
-            return None
 
 
 def utilization_reader(device: torch.device) -> _ReadShare | None:

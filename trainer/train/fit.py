@@ -171,11 +171,31 @@ class Fit:
                 seeds=report.own_seeds, seeds_per_s=round(report.own_seeds / report.seconds, 1),
                 remote_bytes=report.cost.remote_bytes, **report.line, **saving,
             )  # fmt: skip
-            # Score the val split, which may be due, and keep the best weights.
-            score = self._score_val()
-            value = score.value(self.metric) if score else None
+            # Score the val split, if due, and keep the weights if they are the best so far.
+            value: float | None = None
+            if ("val" in self.loaders or "val" in self.rankings) and self._due(self.settings.eval_every):
+                score = self._score("val", at.done)
+                value = score.value(self.metric)
+                loss = {} if math.isnan(score.loss) else {"loss": score.loss}
+                kept: ValScore = {"epoch": at.done, **loss, **score.metrics}
+                at.scores += (kept,)
+                if self.metric.improves(value, at.best.metrics.get(self.metric.name) if at.best else None):
+                    weights = {name: each.cpu().clone() for name, each in self.model.state_dict().items()}
+                    at.best = BestEpoch(at.done, dict(score.metrics), weights)
+                    if rows := self.optimizers.rows:
+                        self.best_rows = rows.embedding.weight.detach().clone()
             self._print(epoch_text(report, self.settings.epochs, self.metric, value))
-            self._print_starvation(report)
+            # Say once that a rank waits for batches. Epoch 1 also compiles kernels and reads files.
+            if len(at.seconds) > 1 and not self._starvation_printed:
+                times = RankTimes.of(self.group.ranks.rank, [report.line])
+                rest = times.step_s - times.wait_s
+                if times.wait_s > 0.1 * times.step_s and times.work_s > rest > 0:
+                    self._starvation_printed = True
+                    self._print(
+                        f"rank {times.rank} waits for batches {times.wait_s / times.step_s:.0%} of a step: a sampler "
+                        f"thread needs {1000 * times.work_s:.3g} ms for a batch, the rest of a step {1000 * rest:.3g} "
+                        "ms (train.sampler_threads, train.prefetch)"
+                    )
             # Save, if due.
             if self._due(self.settings.checkpoint_every):
                 checkpoint = self._checkpoint()
@@ -225,22 +245,6 @@ class Fit:
     def _due(self, every: int) -> bool:
         return self._over or (every > 0 and self.progress.done % every == 0)
 
-    def _score_val(self) -> Score | None:
-        """If due, score the val split, and keep the weights if they are the best so far."""
-        if ("val" not in self.loaders and "val" not in self.rankings) or not self._due(self.settings.eval_every):
-            return None
-        score, best = self._score("val", self.progress.done), self.progress.best
-        value = score.value(self.metric)
-        loss = {} if math.isnan(score.loss) else {"loss": score.loss}
-        kept: ValScore = {"epoch": self.progress.done, **loss, **score.metrics}
-        self.progress.scores += (kept,)
-        if self.metric.improves(value, best.metrics.get(self.metric.name) if best else None):
-            weights = {name: value.cpu().clone() for name, value in self.model.state_dict().items()}
-            self.progress.best = BestEpoch(self.progress.done, dict(score.metrics), weights)
-            if rows := self.optimizers.rows:
-                self.best_rows = rows.embedding.weight.detach().clone()
-        return score
-
     def _score(self, split: str, epoch: int) -> Score:
         metric = self.metric
         if split in self.rankings:
@@ -255,20 +259,6 @@ class Fit:
                 better=metric.better, **score.metrics, **({} if math.isnan(score.loss) else {"loss": score.loss}),
             )  # fmt: skip
         return score
-
-    def _print_starvation(self, report: EpochReport) -> None:
-        # Epoch 1 also compiles kernels and reads files.
-        if len(self.progress.seconds) < 2 or self._starvation_printed:
-            return
-        times = RankTimes.of(self.group.ranks.rank, [report.line])
-        rest = times.step_s - times.wait_s
-        if times.wait_s > 0.1 * times.step_s and times.work_s > rest > 0:
-            self._starvation_printed = True
-            self._print(
-                f"rank {times.rank} waits for batches {times.wait_s / times.step_s:.0%} of a step: a sampler thread "
-                f"needs {1000 * times.work_s:.3g} ms for a batch, the rest of a step {1000 * rest:.3g} ms "
-                "(train.sampler_threads, train.prefetch)"
-            )
 
     @property
     def _path(self) -> Path:

@@ -148,7 +148,19 @@ def check_link_settings(settings: TrainSettings, graph: Graph, target: EdgeType 
         return
     edge_type = target
     if is_task_table(edge_type[0], graph.store.graph_attrs):
-        _check_lists(settings, graph, edge_type)
+        table = edge_type[0]
+        if settings.model in ("lightgcn", "embedding"):
+            raise SettingsError(f"model {settings.model} has no row for what {table} asks; use rsage, rgcn or hgt")
+        if settings.hard_negatives is not None:
+            raise SettingsError(
+                f"hard_negatives is for links that are edges, and {table} is a task table; leave it out"
+            )
+        if settings.eval_candidates is not None and settings.eval_negatives != "all":
+            raise SettingsError("eval_candidates of a task table needs eval_negatives: all")
+        if not graph.manifest.nodes[table].splits.get("train"):
+            raise DataError(f"{graph.manifest.dataset}: no rows of {table} that list targets are in the train split")
+        if settings.time_attr is not None:
+            check_settings(graph.manifest, sampling_of(graph, loader_settings(settings, edge_type, "train", False)))
         return
     if settings.disjoint and settings.time_attr is None:
         raise SettingsError("disjoint cannot be used with task link, which samples one subgraph per batch")
@@ -160,27 +172,8 @@ def check_link_settings(settings: TrainSettings, graph: Graph, target: EdgeType 
         )
     if not graph.manifest.edges[edge_type].num_edges:
         raise DataError(f"{graph.manifest.dataset}: there are no edges of type {name} to learn from")
-    if settings.time_attr is not None:
-        _check_link_times(settings, settings.time_attr, graph, edge_type)
-
-
-def _check_lists(settings: TrainSettings, graph: Graph, edge_type: EdgeType) -> None:
-    """Raise ``SettingsError`` or ``DataError`` for what a task table with lists cannot be trained with."""
-    table = edge_type[0]
-    if settings.model in ("lightgcn", "embedding"):
-        raise SettingsError(f"model {settings.model} has no row for what {table} asks; use rsage, rgcn or hgt")
-    if settings.hard_negatives is not None:
-        raise SettingsError(f"hard_negatives is for links that are edges, and {table} is a task table; leave it out")
-    if settings.eval_candidates is not None and settings.eval_negatives != "all":
-        raise SettingsError("eval_candidates of a task table needs eval_negatives: all")
-    if not graph.manifest.nodes[table].splits.get("train"):
-        raise DataError(f"{graph.manifest.dataset}: no rows of {table} that list targets are in the train split")
-    if settings.time_attr is not None:
-        check_settings(graph.manifest, sampling_of(graph, loader_settings(settings, edge_type, "train", False)))
-
-
-def _check_link_times(settings: TrainSettings, attr: str, graph: Graph, edge_type: EdgeType) -> None:
-    name, attrs = type_name(edge_type), graph.store.graph_attrs
+    if (attr := settings.time_attr) is None:
+        return
     if attr not in graph.manifest.edges[edge_type].attrs:
         known = ", ".join(sorted(graph.manifest.edges[edge_type].attrs)) or "none"
         raise SettingsError(
@@ -188,8 +181,9 @@ def _check_link_times(settings: TrainSettings, attr: str, graph: Graph, edge_typ
             f"their attributes are: {known}"
         )
     check_settings(graph.manifest, sampling_of(graph, loader_settings(settings, edge_type, "train", False)))
-    held_out = decode_texts(np.asarray(attrs[HELD_OUT_TIME])) if HELD_OUT_TIME in attrs else []
-    if (VAL_LINKS in attrs or TEST_LINKS in attrs) and held_out != [attr]:
+    attrs = graph.store.graph_attrs
+    held_out_time = decode_texts(np.asarray(attrs[HELD_OUT_TIME])) if HELD_OUT_TIME in attrs else []
+    if (VAL_LINKS in attrs or TEST_LINKS in attrs) and held_out_time != [attr]:
         raise DataError(
             f"{graph.manifest.dataset}: time_attr is {attr}, but the validation and test links were held out without "
             f"these times; set option hold_out_time: {attr} and make the parts again"

@@ -168,18 +168,14 @@ def averaged(model: nn.Module, group: RankGroup) -> tuple[nn.Module, Callable[[]
     """
     if group.size == 1 or not any(True for _ in model.parameters()):
         return model, None
-    shapes = group.gather(_small_shapes(model))
-    if shapes[0] and shapes == [shapes[0]] * group.size:
-        return model, MeanGradients(model.parameters(), group.size)
-    from torch.nn.parallel import DistributedDataParallel  # it also reports differences between ranks
-
-    unused = any(getattr(module, "unused", None) for module in model.modules())  # of a model class of the user
-    return DistributedDataParallel(model, process_group=group.gradients, find_unused_parameters=unused), None
-
-
-def _small_shapes(model: nn.Module) -> list[tuple[int, ...]]:
     weights = list(model.parameters())
     small = sum(weight.numel() for weight in weights) <= SMALL and not list(model.buffers())
     plain = all(w.requires_grad and w.dtype == torch.float32 and w.device.type == "cpu" for w in weights)
     # [] for a model that ``MeanGradients`` does not support.
-    return [tuple(weight.shape) for weight in weights] if small and plain else []
+    shapes = group.gather([tuple(weight.shape) for weight in weights] if small and plain else [])
+    if shapes[0] and shapes == [shapes[0]] * group.size:
+        return model, MeanGradients(weights, group.size)
+    from torch.nn.parallel import DistributedDataParallel  # it also reports differences between ranks
+
+    unused = any(getattr(module, "unused", None) for module in model.modules())  # of a model class of the user
+    return DistributedDataParallel(model, process_group=group.gradients, find_unused_parameters=unused), None

@@ -76,25 +76,16 @@ def show(record: RunTimes) -> None:
     ranks, steps = len(record.ranks), max(rank.steps for rank in record.ranks)
     title = f"{epochs}{left_out}: {steps} steps on {ranks} {'rank' if ranks == 1 else 'ranks'}"
     console.print(title, soft_wrap=True)
-    console.print(_steps(record))
-    console.print(_behind(record))
 
-
-def _steps(record: RunTimes) -> Any:
+    # Time per step.
     table = _table("milliseconds of a step", ("rank", *KINDS, "step"))
     rows = [(str(rank.rank), rank) for rank in record.ranks]
     for name, rank in [*rows, ("mean", record.mean)] if len(rows) > 1 else rows:
         table.add_row(name, *(_ms(rank.spent[kind]) for kind in KINDS), _ms(rank.step_s))
     table.add_row("share", *(f"{record.mean.share(kind):.0%}" for kind in KINDS), "", style="bold")
-    return table
+    console.print(table)
 
-
-def _behind(record: RunTimes) -> Any:
-    """Return a table of means per batch, with one row per rank.
-
-    The columns are: milliseconds of a sampler thread, by kind of work; number of gathered rows, and the shares of
-    remote, cached and held rows; MB received.
-    """
+    # Means per batch: time of a sampler thread by kind of work, gathered rows and the shares of them, MB received.
     heads = ("rank", *LOADING, "rows", "remote", "cached", "held", "MB", "MB predicted")
     table = _table("per batch: milliseconds of a sampler thread, rows, MB received", heads)
     for rank in record.ranks:
@@ -109,7 +100,7 @@ def _behind(record: RunTimes) -> Any:
             f"{rank.traffic['remote_bytes'] / 1e6:.2f}",
             "-" if expected is None else f"{expected / 1e6:.2f}",
         )
-    return table
+    console.print(table)
 
 
 def _table(title: str, heads: tuple[str, ...]) -> Any:

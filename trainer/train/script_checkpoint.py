@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,12 +92,11 @@ class ScriptCheckpoints:
         ranks: Rank of this process.
         interval: Seconds between checkpoints within an epoch; 0: none.
         environ: Environment variables of the launcher.
-        clock: Returns the time in seconds.
     """
 
     def __init__(
         self, objects: Mapping[str, Stateful | ShardedEmbedding], run_dir: Path, ranks: Ranks, interval: float,
-        environ: Mapping[str, str] = os.environ, clock: Callable[[], float] = time.monotonic,
+        environ: Mapping[str, str] = os.environ,
     ):  # fmt: skip
         self._rows, others = _rows_of(objects)
         self._objects = {name: _without_ddp(one) for name, one in others.items()}
@@ -108,7 +107,7 @@ class ScriptCheckpoints:
         self._ranks, self._environ = ranks, environ
         self._writers: tuple[int, ...] = ()  #: ranks on which rows are gathered
         self._schedule: CheckpointSchedule | None = None  #: after which steps all ranks save together, if they do
-        self._interval, self._clock, self._since = interval, clock, clock()
+        self._interval, self._since = interval, time.monotonic()
         self._looked = self._since  # time of the last look for a request
         self.saved: Position | None = None  #: position of the last checkpoint that this rank has saved
 
@@ -118,14 +117,14 @@ class ScriptCheckpoints:
         Raises ``CheckpointError`` if rank 0 cannot read the file, or if the file does not fit the objects.
         """
         path = self._environ.get("GNNFLEET_RESUME")
-        self._since = self._clock()
+        self._since = time.monotonic()
         if not path and not self._rows:
             return StartPosition()
         group = RankGroup.of_process(self._ranks)
         if self._rows:
             self._writers = checkpoint_writers(group, True, self._every_node)
             self._saves = group.rank in self._writers
-            self._schedule = CheckpointSchedule(self._interval, group, self._clock, self._request)
+            self._schedule = CheckpointSchedule(self._interval, group, request=self._request)
         if not path:
             return StartPosition()
         read = group.agree(lambda: self._read(path) if group.rank == 0 else None)
@@ -148,9 +147,9 @@ class ScriptCheckpoints:
         """
         if self._schedule is not None:
             if self._schedule.due():
-                begin = self._clock()
+                begin = time.monotonic()
                 self._save((epoch - 1, step + 1))
-                self._schedule.saved(self._clock() - begin)
+                self._schedule.saved(time.monotonic() - begin)
         elif self._saves and self._interval > 0 and self._due() and not self._writer.busy:
             self._save((epoch - 1, step + 1))
 
@@ -159,7 +158,7 @@ class ScriptCheckpoints:
 
         A request is noticed after at most a second.
         """
-        now = self._clock()
+        now = time.monotonic()
         if now - self._since >= self._interval:
             return True
         if now - self._looked < 1.0:
@@ -191,7 +190,7 @@ class ScriptCheckpoints:
         content = {"format": FORMAT, "version": VERSION, "position": list(position), "objects": states}
         content |= {"rows": rows} if rows else {}
         self._writer.begin_content(position, content)
-        self.saved, self._since = position, self._clock()
+        self.saved, self._since = position, time.monotonic()
 
     def _read(self, path: str) -> dict[str, Any]:
         content = load_content(path)

@@ -10,7 +10,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -211,29 +211,27 @@ def settings_options(function: F) -> F:
     """Give a click command one option per field of ``TrainSettings``."""
     hints = typing.get_type_hints(TrainSettings)
     for entry in reversed(fields(TrainSettings)):
-        function = _option(entry, hints[entry.name])(function)
-    return function
-
-
-def _option(entry: Field[Any], hint: Any) -> Callable[[F], F]:
-    flag = "--" + entry.name.replace("_", "-")
-    help = re.sub(r"`(?:train\.)?([^`]*)`", r"\1", entry.metadata["help"])
-    if keyed := _keyed_settings().get(entry.name):
-        if is_dataclass(keyed):
-            keys = " ".join(f"{key.name}: {key.metadata['help']}" for key in fields(keyed))
-            help = re.sub(r"`(?:train\.)?([^`]*)`", r"\1", f"{help} Keys, in JSON: {keys}")
+        flag, hint = "--" + entry.name.replace("_", "-"), hints[entry.name]
+        help = re.sub(r"`(?:train\.)?([^`]*)`", r"\1", entry.metadata["help"])
+        if keyed := _keyed_settings().get(entry.name):
+            if is_dataclass(keyed):
+                keys = " ".join(f"{key.name}: {key.metadata['help']}" for key in fields(keyed))
+                help = re.sub(r"`(?:train\.)?([^`]*)`", r"\1", f"{help} Keys, in JSON: {keys}")
+            else:
+                help += " In JSON."
+            option = click.option(flag, type=_Keyed(), help=help)
+        elif hint is bool:
+            option = click.option(f"{flag}/--no-{flag[2:]}", default=entry.default, help=help, show_default=True)
         else:
-            help += " In JSON."
-        return click.option(flag, type=_Keyed(), help=help)
-    if hint is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", default=entry.default, help=help, show_default=True)
-    return click.option(
-        flag,
-        type=_click_type(hint),
-        default=entry.default,
-        help=help,
-        show_default=",".join(map(str, entry.default)) if isinstance(entry.default, tuple) else True,
-    )
+            option = click.option(
+                flag,
+                type=_click_type(hint),
+                default=entry.default,
+                help=help,
+                show_default=",".join(map(str, entry.default)) if isinstance(entry.default, tuple) else True,
+            )
+        function = option(function)
+    return function
 
 
 def _click_type(hint: Any) -> click.ParamType:

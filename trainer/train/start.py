@@ -35,8 +35,7 @@ def start_from(start: Start, model: nn.Module, embedding: ShardedEmbedding | Non
         own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         own |= {f"{_ROWS}.{of}": (count, embedding.dim) for of, count in counts.items() if embedding is not None}
         chosen = {name: value for name, value in found.items() if _below(name, start.modules)}
-        _check(start, found, chosen, own)
-        _check_categories(start, saved.built_from["facts"], model, chosen)
+        _check(start, found, chosen, own, model, saved.built_from["facts"])
         rows = {of: chosen.pop(f"{_ROWS}.{of}") for of in counts if f"{_ROWS}.{of}" in chosen}
         return chosen, rows, saved.best.epoch if saved.best else saved.epoch
 
@@ -49,34 +48,18 @@ def start_from(start: Start, model: nn.Module, embedding: ShardedEmbedding | Non
     return f"starting from {count} tensors of {start.checkpoint} (epoch {epoch})"
 
 
-def _check_categories(start: Start, saved: Mapping[str, Any], model: Any, chosen: Mapping[str, Tensor]) -> None:
-    """Raise ``CheckpointError`` if embeddings of categories are chosen that stand for others in the checkpoint."""
-    here, there = (
-        {
-            table_name(of, column["name"]): (type_name(of), column["texts"])
-            for of, columns in facts.get("categories", {}).items()
-            for column in columns
-        }
-        for facts in (model.built_from["facts"], saved)
-    )
-    for name in chosen:
-        _, found, table = name.rpartition("categories.tables.")
-        column = table.removesuffix(".weight")
-        if found and here.get(column) != there.get(column):
-            raise CheckpointError(
-                f"start: the categories of {here[column][0]} are others than in {start.checkpoint}; leave their "
-                "embeddings out by start.modules"
-            )
-
-
 def _below(name: str, modules: Sequence[str]) -> bool:
     return not modules or any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _check(
-    start: Start, found: Mapping[str, Tensor], chosen: Mapping[str, Tensor], own: Mapping[str, tuple[int, ...]]
+    start: Start, found: Mapping[str, Tensor], chosen: Mapping[str, Tensor], own: Mapping[str, tuple[int, ...]],
+    model: Any, saved: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Raise ``CheckpointError`` if the chosen tensors are not those of the modules of the own model."""
+    """Raise ``CheckpointError`` if the chosen tensors are not those of the modules of the own model.
+
+    ``saved``: facts of the checkpoint's model.
+    """
     for module in start.modules:
         for where, names in (("the checkpoint", found), ("the model", own)):
             if not any(_below(name, [module]) for name in names):
@@ -97,3 +80,20 @@ def _check(
             f"start: the weights of {start.checkpoint} do not fit the model: {'; '.join(problems[:3])}{more}; "
             "choose those that fit by start.modules"
         )
+    # Embeddings of categories must stand for the same ones.
+    here, theirs = (
+        {
+            table_name(of, column["name"]): (type_name(of), column["texts"])
+            for of, columns in facts.get("categories", {}).items()
+            for column in columns
+        }
+        for facts in (model.built_from["facts"], saved)
+    )
+    for name in chosen:
+        _, is_table, table = name.rpartition("categories.tables.")
+        column = table.removesuffix(".weight")
+        if is_table and here.get(column) != theirs.get(column):
+            raise CheckpointError(
+                f"start: the categories of {here[column][0]} are others than in {start.checkpoint}; leave their "
+                "embeddings out by start.modules"
+            )

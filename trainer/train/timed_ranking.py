@@ -19,10 +19,10 @@ from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType
 from trainer.graph.open import Graph
 from trainer.graph.seed_order import RankLayout
+from trainer.loader.edge_endpoints import StoredEndpoints, edges_in_order
 from trainer.loader.link_ends import TimeGroups
 from trainer.loader.link_seeds import LinkInputs
 from trainer.loader.node_links import leading_type
-from trainer.loader.split_links import entities_of
 from trainer.nn.layerwise_inference import LayerRows, WholeGraph
 from trainer.nn.link_embeddings import DotProducts, Links, RankedLinks, rank_links
 from trainer.nn.link_model import LinkModel
@@ -198,7 +198,10 @@ class _Marked:
         if settings.eval_candidates is not None:
             if rows:
                 (about,) = [of for of in manifest.edges if of[2] == edge_type[0]]
-                owner, owners = about[0], entities_of(graph, about)[queries.sources]
+                owner, entities = about[0], np.empty(manifest.nodes[about[2]].num_nodes, np.int64)
+                for _, some, of_rows in edges_in_order(StoredEndpoints(graph, about)):
+                    entities[of_rows] = some
+                owners = entities[queries.sources]
             given = named_type(graph, "eval_candidates", settings.eval_candidates)
             if (given[0], given[2]) != (owner, self.target):
                 given = leading_type(graph, given, self.target, owner, "eval_candidates")

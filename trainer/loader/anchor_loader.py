@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Ids
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.rng import GOLDEN, hashed
 from trainer.core.schema import HOMO_EDGE, EdgeType, NodeType
@@ -37,7 +37,7 @@ _IN_BATCH = int(hashed(np.uint64(2)))  #: salt of a batch's key, for the draws o
 
 
 @dataclass(frozen=True)
-class Anchors:
+class _Anchors:
     """Some anchors of a global batch."""
 
     nodes: Ids  #: int64 [a] global ids
@@ -141,7 +141,12 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
             graph, num_neighbors, input_nodes, input_time, time_attr=time_attr, weight_attr=weight_attr, **kwargs
         )
         if RANDOM in self._negatives:
-            weight = _degrees(graph, self._leading) ** power if power else None
+            weight = None
+            if power:
+                degrees = np.zeros(graph.manifest.nodes[self._leading[0]].num_nodes)
+                for _, src, _ in edges_in_order(StoredEndpoints(graph, self._leading)):
+                    degrees += np.bincount(src, minlength=len(degrees))
+                weight = degrees**power
             self._draw = node_draw(graph, self.edge_type[2], weight, self.settings)
 
     def inputs_digest(self) -> str:
@@ -186,20 +191,20 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
         if self._negatives:
             link.neg_edge_label_index = out.metadata[3]
 
-    def _anchors(self, positions: Ids, places: Ids) -> Anchors:
+    def _anchors(self, positions: Ids, places: Ids) -> _Anchors:
         of = self.edge_type[0]
         split = self.inputs.split(positions)
         nodes = {of: self.inputs.of[of].nodes[positions]}
         (rows,) = self.graph.access.gather([RowRequest(of, nodes[of], ("orig_id",))])
-        return Anchors(nodes[of], rows["orig_id"].astype(np.int64), places, self._times(split, nodes).get(of))
+        return _Anchors(nodes[of], rows["orig_id"].astype(np.int64), places, self._times(split, nodes).get(of))
 
-    def _linked(self, leading: EdgeType, anchors: Anchors, most: int, key: int) -> Pairs:
+    def _linked(self, leading: EdgeType, anchors: _Anchors, most: int, key: int) -> Pairs:
         """Return the links of anchors by one edge type, up to ``most`` per anchor, none later than it."""
         rule = self.settings.time
         return links_of(self.graph, leading, anchors.nodes, anchors.places, most, key, rule, anchors.times)
 
     def _negatives_of(
-        self, kind: str | EdgeType, amount: int, anchors: Anchors, everyone: tuple[Anchors, Pairs], key: int
+        self, kind: str | EdgeType, amount: int, anchors: _Anchors, everyone: tuple[_Anchors, Pairs], key: int
     ) -> Pairs:  # fmt: skip
         if not isinstance(kind, str):
             return self._linked(kind, anchors, amount, key)
@@ -218,7 +223,7 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
             )[1],
         )  # fmt: skip
 
-    def _in_batch(self, anchors: Anchors, everyone: tuple[Anchors, Pairs], amount: int, key: int) -> Pairs:
+    def _in_batch(self, anchors: _Anchors, everyone: tuple[_Anchors, Pairs], amount: int, key: int) -> Pairs:
         """Return positives of the other anchors that no link of the step makes one of the anchor's own, each once."""
         others, pairs = everyone
         candidates, which = np.unique(pairs.ids, return_inverse=True)
@@ -244,7 +249,7 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
         owner, at = np.nonzero(allowed)
         return Pairs(owner, candidates[at])
 
-    def _in_column(self, name: str, anchors: Anchors, amount: int) -> Pairs:
+    def _in_column(self, name: str, anchors: _Anchors, amount: int) -> Pairs:
         of, num_nodes = self.edge_type[2], self.graph.manifest.nodes[self.edge_type[2]].num_nodes
         (rows,) = self.graph.access.gather([RowRequest(self.edge_type[0], anchors.nodes, (name,))])
         values = rows[name].astype(np.int64).reshape(len(anchors.ids), -1)
@@ -268,7 +273,7 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
         found = self.graph.access.has_edges(self._leading, store.to_global(target, dst), store.to_global(source, src))
         return found
 
-    def _seed_set(self, anchors: Anchors, positives: Pairs, negatives: Pairs) -> tuple[SeedSet, list[Ids]]:
+    def _seed_set(self, anchors: _Anchors, positives: Pairs, negatives: Pairs) -> tuple[SeedSet, list[Ids]]:
         """Return the seeds, and the positions of positives and of negatives among those of their type.
 
         The anchors are the first seeds. In disjoint batches, every positive and negative is a separate seed; else each
@@ -340,11 +345,3 @@ def _kinds(graph: Graph, edge_type: EdgeType, given: Any) -> dict[str | EdgeType
 
 def _amount(name: str, given: Any) -> int:
     return whole_number(name, given, -1)
-
-
-def _degrees(graph: Graph, leading: EdgeType) -> Array:
-    """Return the number of edges of one type that begin at each node, float64. Reads all edges."""
-    count = np.zeros(graph.manifest.nodes[leading[0]].num_nodes)
-    for _, src, _ in edges_in_order(StoredEndpoints(graph, leading)):
-        count += np.bincount(src, minlength=len(count))
-    return count

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.core.arrays import Array, Columns, Ids
+from trainer.core.arrays import Columns, Ids
 from trainer.core.batch import AnyBatch, Batch, Block, DeviceRows, HeteroBatch, KeptRows
 from trainer.core.errors import SettingsError
 from trainer.core.graph_attrs import silent_types
@@ -200,63 +200,53 @@ class BlockLoader(ABC):
     def _part_of(self, positions: Ids) -> Ids: ...
 
     def _batch(self, share: SeedShare, sampled: SampledBatch) -> AnyBatch:
-        return self._hetero(share, sampled) if self.graph.manifest.hetero else self._homo(share, sampled)
-
-    def _homo(self, share: SeedShare, sampled: SampledBatch) -> Batch:
-        rows = sampled.rows[HOMO_NODE]
-        return Batch(
-            step=share.step,
-            key=share.key,
-            num_seeds=len(share.positions),
-            global_seeds=share.global_seeds,
-            n_id=tensor_of(rows["orig_id"]),
-            x=self._features(HOMO_NODE, rows["x"]) if "x" in rows else torch.empty(len(rows["orig_id"]), 0),
-            y=self._y(sampled),
-            input_id=torch.from_numpy(share.positions),
-            blocks=homo_blocks(sampled.subgraph, self._edge_rows(sampled)),
-            degree=tensor_of(rows[LOOPLESS_DEGREE]) if LOOPLESS_DEGREE in rows else None,
-            kept=self._kept_rows(sampled).get(HOMO_NODE),
-            cost=sampled.cost,
-            categories=category_codes(self.settings.categories, sampled.rows).get(HOMO_NODE),
-        )
-
-    def _hetero(self, share: SeedShare, sampled: SampledBatch) -> HeteroBatch:
-        nodes, rows = sampled.subgraph.nodes, sampled.rows
+        manifest, settings, nodes, rows = self.graph.manifest, self.settings, sampled.subgraph.nodes, sampled.rows
+        columns = edge_columns(manifest, settings.edge_attr)
+        edges = {of: edge_rows(rows[of], specs) for of, specs in columns.items() if of in rows}
+        x = {of: as_tensor(rows[of]["x"], manifest.nodes[of].attrs["x"]).float() for of in nodes if "x" in rows[of]}
+        y = None
+        if "y" in sampled.labels:
+            y = as_label(as_tensor(sampled.labels["y"], manifest.nodes[settings.target].attrs["y"]))
+        kept = {
+            of: KeptRows(torch.from_numpy(slots), torch.from_numpy(np.flatnonzero(slots < 0)), self._kept[of].rows)
+            for of, slots in sampled.kept.items()
+        }
+        n_id = {of: tensor_of(rows[of]["orig_id"]) for of in nodes}
+        degree = {of: tensor_of(rows[of][LOOPLESS_DEGREE]) for of in nodes if LOOPLESS_DEGREE in rows[of]}
+        categories = category_codes(settings.categories, rows)
+        if not manifest.hetero:
+            return Batch(
+                step=share.step,
+                key=share.key,
+                num_seeds=len(share.positions),
+                global_seeds=share.global_seeds,
+                n_id=n_id[HOMO_NODE],
+                x=x[HOMO_NODE] if x else torch.empty(len(n_id[HOMO_NODE]), 0),
+                y=y,
+                input_id=torch.from_numpy(share.positions),
+                blocks=homo_blocks(sampled.subgraph, edges),
+                degree=degree.get(HOMO_NODE),
+                kept=kept.get(HOMO_NODE),
+                cost=sampled.cost,
+                categories=categories.get(HOMO_NODE),
+            )
         return HeteroBatch(
             step=share.step,
             key=share.key,
             num_seeds=len(share.positions),
             global_seeds=share.global_seeds,
-            target=self.settings.target,
-            n_id={of: tensor_of(rows[of]["orig_id"]) for of in nodes},
-            x={of: self._features(of, rows[of]["x"]) for of in nodes if "x" in rows[of]},
-            y=self._y(sampled),
+            target=settings.target,
+            n_id=n_id,
+            x=x,
+            y=y,
             input_id=torch.from_numpy(share.positions),
-            blocks=hetero_blocks(sampled.subgraph, self._edge_rows(sampled)),
+            blocks=hetero_blocks(sampled.subgraph, edges),
             num_nodes={of: tuple(np.cumsum(found.per_hop).tolist()) for of, found in nodes.items()},
-            kept=self._kept_rows(sampled),
+            kept=kept,
             cost=sampled.cost,
-            categories=category_codes(self.settings.categories, sampled.rows),
-            degree={of: tensor_of(rows[of][LOOPLESS_DEGREE]) for of in nodes if LOOPLESS_DEGREE in rows[of]},
+            categories=categories,
+            degree=degree,
         )
-
-    def _kept_rows(self, sampled: SampledBatch) -> dict[NodeType, KeptRows]:
-        return {
-            of: KeptRows(torch.from_numpy(slots), torch.from_numpy(np.flatnonzero(slots < 0)), self._kept[of].rows)
-            for of, slots in sampled.kept.items()
-        }
-
-    def _edge_rows(self, sampled: SampledBatch) -> dict[EdgeType, Tensor]:
-        columns = edge_columns(self.graph.manifest, self.settings.edge_attr)
-        return {of: edge_rows(sampled.rows[of], specs) for of, specs in columns.items() if of in sampled.rows}
-
-    def _features(self, of: NodeType, rows: Array) -> Tensor:
-        return as_tensor(rows, self.graph.manifest.nodes[of].attrs["x"]).float()
-
-    def _y(self, sampled: SampledBatch) -> Tensor | None:
-        if "y" not in sampled.labels:
-            return None
-        return as_label(as_tensor(sampled.labels["y"], self.graph.manifest.nodes[self.settings.target].attrs["y"]))
 
 
 class BatchLoader(BlockLoader):

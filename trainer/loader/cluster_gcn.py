@@ -190,7 +190,20 @@ class Clusters:
 def _cluster_of_nodes(graph: Graph, num_clusters: int | None, seed: int) -> dict[NodeType, Array]:
     """Return for every node type the cluster number of each node: integers [N], indexed by original id."""
     if num_clusters is not None:
-        return _by_metis(graph, whole_number("num_clusters", num_clusters, 1), seed)
+        number = whole_number("num_clusters", num_clusters, 1)
+        if graph.source is None:
+            raise SettingsError(
+                "num_clusters is for graphs in memory; make the clusters of a partition by: partition make --clusters K"
+            )
+        from trainer.partition.methods.assign import assign_parts  # METIS is slow to import
+
+        node_data = {of: NodeData(spec.num_nodes) for of, spec in graph.manifest.nodes.items()}
+        edges = {
+            of: EdgeData(np.stack(graph.access.endpoints(of, np.arange(spec.num_edges))))
+            for of, spec in graph.manifest.edges.items()
+        }  # in memory, global ids equal original ids
+        dataset = Dataset(graph.manifest.dataset, node_data, edges, "in memory", graph.manifest.hetero)
+        return dict(assign_parts(dataset, number, "metis", seed, balance="nodes").parts)
     having = [of for of, spec in graph.manifest.nodes.items() if CLUSTER in spec.attrs]
     if not having and graph.source is not None:
         raise SettingsError(
@@ -199,35 +212,17 @@ def _cluster_of_nodes(graph: Graph, num_clusters: int | None, seed: int) -> dict
     if not having:
         nodes = {of: np.arange(spec.num_nodes) for of, spec in graph.manifest.nodes.items()}
         return {of: graph.store.books[of].part_of(graph.store.to_global(of, ids)) for of, ids in nodes.items()}
-    return {of: _given_clusters(graph, of) for of in graph.manifest.nodes}
-
-
-def _given_clusters(graph: Graph, of: NodeType) -> Array:
-    spec = graph.manifest.nodes[of]
-    if CLUSTER not in spec.attrs or spec.attrs[CLUSTER].stored.kind not in "iu" or len(spec.attrs[CLUSTER].shape) != 1:
-        raise SettingsError(
-            f"{of!r} nodes have no attribute {CLUSTER!r} with one integer per node, but other types do; give it to all"
-            " types or to none"
-        )
-    cluster = np.empty(spec.num_nodes, np.int64)
-    for first in range(0, spec.num_nodes, _NODES_AT_ONCE):
-        ids = np.arange(first, min(first + _NODES_AT_ONCE, spec.num_nodes))
-        (rows,) = graph.access.gather([RowRequest(of, graph.store.to_global(of, ids), (CLUSTER,))])
-        cluster[ids] = rows[CLUSTER]
-    return cluster
-
-
-def _by_metis(graph: Graph, num_clusters: int, seed: int) -> dict[NodeType, Array]:
-    if graph.source is None:
-        raise SettingsError(
-            "num_clusters is for graphs in memory; make the clusters of a partition by: partition make --clusters K"
-        )
-    from trainer.partition.methods.assign import assign_parts  # METIS is slow to import
-
-    nodes = {of: NodeData(spec.num_nodes) for of, spec in graph.manifest.nodes.items()}
-    edges = {
-        of: EdgeData(np.stack(graph.access.endpoints(of, np.arange(spec.num_edges))))
-        for of, spec in graph.manifest.edges.items()
-    }  # in memory, global ids equal original ids
-    dataset = Dataset(graph.manifest.dataset, nodes, edges, "in memory", graph.manifest.hetero)
-    return dict(assign_parts(dataset, num_clusters, "metis", seed, balance="nodes").parts)
+    found: dict[NodeType, Array] = {}
+    for of, spec in graph.manifest.nodes.items():
+        attr = spec.attrs.get(CLUSTER)
+        if attr is None or attr.stored.kind not in "iu" or len(attr.shape) != 1:
+            raise SettingsError(
+                f"{of!r} nodes have no attribute {CLUSTER!r} with one integer per node, but other types do; give it to"
+                " all types or to none"
+            )
+        found[of] = np.empty(spec.num_nodes, np.int64)
+        for first in range(0, spec.num_nodes, _NODES_AT_ONCE):
+            ids = np.arange(first, min(first + _NODES_AT_ONCE, spec.num_nodes))
+            (rows,) = graph.access.gather([RowRequest(of, graph.store.to_global(of, ids), (CLUSTER,))])
+            found[of][ids] = rows[CLUSTER]
+    return found

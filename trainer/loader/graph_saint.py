@@ -26,7 +26,6 @@ from trainer.core.ranks import RankGroup
 from trainer.core.rng import batch_key
 from trainer.core.schema import HOMO_EDGE, HOMO_NODE
 from trainer.graph.in_memory import as_graph
-from trainer.graph.open import Graph
 from trainer.graph.prefetch import ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedShare
 from trainer.loader.arguments import (
@@ -144,19 +143,15 @@ def _saved(
             digest.update(np.ascontiguousarray(chunk[side], dtype).data)
     key = digest.hexdigest()
     path = Path(save_dir) / f"{type(loader).__name__.lower()}_{coverage}_{key[:16]}.pt"
-    return key, path, _read(path, key)
-
-
-def _read(path: Path, key: str) -> _SaintNorm | None:
     if not path.exists():
-        return None
+        return key, path, None
     try:
         saved = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
     except Exception as error:  # torch.load raises any error of its zip reader and unpickler
         raise SettingsError(f"save_dir: {path} cannot be read ({type(error).__name__}); delete it") from error
     if not isinstance(saved, dict) or saved.get("format") != _FORMAT or saved.get("made_for") != key:
         raise SettingsError(f"save_dir: {path} is not a normalisation for this graph and these settings; delete it")
-    return _SaintNorm(saved["node_norm"], saved["edge_norm"])
+    return key, path, _SaintNorm(saved["node_norm"], saved["edge_norm"])
 
 
 def _write(path: Path, key: str, norm: _SaintNorm) -> None:
@@ -190,7 +185,14 @@ class GraphSAINTSampler(PyGLoader):
         self.sample_coverage = whole_number("sample_coverage", sample_coverage, 0)
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         graph = as_graph(data)
-        _check_graph(graph)
+        check_homogeneous(graph, "GraphSAINT")
+        spec, edges = graph.manifest.nodes[HOMO_NODE], graph.manifest.edges[HOMO_EDGE]
+        if spec.num_nodes == 0:
+            raise SettingsError("GraphSAINT: the graph has no nodes to draw")
+        if taken := [name for name in _NORMS if name in spec.attrs or name in edges.attrs]:
+            raise SettingsError(
+                f"GraphSAINT sets {taken[0]!r} in every batch, but the graph has that attribute; rename it"
+            )
         world_size = 1 if options.local else (layout or graph.layout).world_size
         super().__init__(
             graph, self.num_steps * world_size, f"{self.draws} {self.sample_coverage}",
@@ -432,12 +434,3 @@ class DistGraphSAINTRandomWalkSampler(GraphSAINTSampler):
 
     def draw_nodes(self, key: int) -> Ids:
         return visited_by_walks(self.graph, key, self.num_samples, self.walk_length)
-
-
-def _check_graph(graph: Graph) -> None:
-    check_homogeneous(graph, "GraphSAINT")
-    spec, edges = graph.manifest.nodes[HOMO_NODE], graph.manifest.edges[HOMO_EDGE]
-    if spec.num_nodes == 0:
-        raise SettingsError("GraphSAINT: the graph has no nodes to draw")
-    if taken := [name for name in _NORMS if name in spec.attrs or name in edges.attrs]:
-        raise SettingsError(f"GraphSAINT sets {taken[0]!r} in every batch, but the graph has that attribute; rename it")

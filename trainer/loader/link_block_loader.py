@@ -67,7 +67,13 @@ class LinkBlockLoader(BlockLoader):
 
     def ends(self, share: SeedShare) -> tuple[Ids, Ids, Ids]:
         """Return sources and targets of this rank's links in one step, and the step's negatives, as original ids."""
-        return *self.links.ends.ends_of(share.positions), self._negatives(share)
+        count, negatives = self.link_settings.negatives, _NONE
+        if len(share.positions) and count:
+            if self.link_settings.log_q is None:
+                negatives = uniform_negatives(self._draw, count, share.key)
+            else:
+                negatives = np.unique(self.links.ends.ends_of(share.batch)[1])
+        return *self.links.ends.ends_of(share.positions), negatives
 
     def _seed_set(self, share: SeedShare) -> SeedSet:
         return self._seeded(share)[0]
@@ -94,7 +100,10 @@ class LinkBlockLoader(BlockLoader):
         if ends.own is not None:
             ends = replace(ends, own=torch.from_numpy(own.table(len(src), ends.own.numpy(), -1)))
         if self.link_settings.log_q is not None:
-            ends = self._corrected(share, ends, src, dst, negatives)
+            # The batch's share of each target, and all targets that the step links to a link's source.
+            equal = linked_in_step(src, negatives, *links.ends.ends_of(share.batch))
+            log_q = torch.from_numpy(self.link_settings.log_q[np.concatenate([dst, negatives])])
+            ends = replace(ends, equal=torch.from_numpy(equal), log_q=log_q)
         if self.link_settings.hide:
             seen = links.ends.ends_of(share.batch)
             seeds = seeds.without(excluded(links.edge_type, self._reverse, *seen, store))
@@ -102,13 +111,6 @@ class LinkBlockLoader(BlockLoader):
 
     def _groups(self, times: Ids) -> TimeGroups:
         return TimeGroups.by_time(times)
-
-    def _corrected(self, share: SeedShare, ends: LinkEnds, src: Ids, dst: Ids, negatives: Ids) -> LinkEnds:
-        """Return ``ends`` with ``log_q``, and with all targets that the step links to a link's source in ``equal``."""
-        equal = linked_in_step(src, negatives, *self.links.ends.ends_of(share.batch))
-        assert self.link_settings.log_q is not None
-        log_q = torch.from_numpy(self.link_settings.log_q[np.concatenate([dst, negatives])])
-        return replace(ends, equal=torch.from_numpy(equal), log_q=log_q)
 
     def own(self, share: SeedShare, src: Ids, dst: Ids) -> Pairs:
         """Return the negatives of each of this rank's links alone, none later than the link.
@@ -133,11 +135,3 @@ class LinkBlockLoader(BlockLoader):
         kept &= every[np.minimum(at, len(every) - 1)] != key
         owner, ids = np.divmod(np.unique(found.owner[kept] * num_targets + found.ids[kept]), num_targets)
         return Pairs(owner, ids)
-
-    def _negatives(self, share: SeedShare) -> Ids:
-        count = self.link_settings.negatives
-        if not len(share.positions) or not count:
-            return _NONE
-        if self.link_settings.log_q is not None:
-            return np.unique(self.links.ends.ends_of(share.batch)[1])
-        return uniform_negatives(self._draw, count, share.key)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -64,19 +63,6 @@ def seeds_of(ends: Sequence[Ends], store: PartStore) -> tuple[SeedSet, list[Ids]
         for number, piece in zip(numbers, pieces, strict=True):
             where[number] = piece
     return SeedSet(nodes, trees, times), where
-
-
-def trees_by_owner(batch: Any, seeds: SeedSet) -> Any:
-    """Return for each node of a disjoint batch the index of the link or anchor that it was sampled for.
-
-    ``batch``: for each node the seed of its tree, counted as in ``seeds``. In a heterogeneous graph, ``batch`` and the
-    result are dicts by node type.
-    """
-    places = np.concatenate(list(seeds.trees.values())) % ROLE
-    of_tree = torch.from_numpy(np.unique(places, return_inverse=True)[1].reshape(-1))  # ranks of the places
-    if isinstance(batch, dict):
-        return {of: of_tree[trees] for of, trees in batch.items()}
-    return of_tree[batch]
 
 
 def excluded(

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch_geometric.sampler import NegativeSampling
 
 from trainer.core.arrays import Ids
@@ -238,7 +237,11 @@ class DistLinkNeighborLoader(PyGLoader):
         if seed_times is not None:
             seed_times = torch.cat([seed_times, seed_times[torch.from_numpy(owner)]])
         index = torch.from_numpy(np.concatenate([np.stack(where[::2]), np.stack(where[1::2])], 1))
-        return BatchSeeds(seeds, (ids, index, self._labels(share, len(owner)), seed_times))
+        label = None if self._label is None else self._label[torch.from_numpy(share.positions)]
+        if rule is not None:  # negatives have the label 0
+            label = torch.ones(len(share.positions)) if label is None else label
+            label = torch.cat([label, label.new_zeros((len(owner), *label.shape[1:]))])
+        return BatchSeeds(seeds, (ids, index, label, seed_times))
 
     def annotate(self, data: Any, out: Output) -> None:
         hetero, edge_type = self.graph.manifest.hetero, self.inputs.edge_type
@@ -262,13 +265,6 @@ class DistLinkNeighborLoader(PyGLoader):
         if of not in self.graph.manifest.edges:
             return np.zeros(len(src), np.bool_)
         return self.graph.access.has_edges(of, store.to_global(of[0], src), store.to_global(of[2], dst))
-
-    def _labels(self, share: SeedShare, num_negatives: int) -> Tensor | None:
-        label = None if self._label is None else self._label[torch.from_numpy(share.positions)]
-        if self.rule is None:
-            return label
-        label = torch.ones(len(share.positions)) if label is None else label
-        return torch.cat([label, label.new_zeros((num_negatives, *label.shape[1:]))])
 
 
 def _reverse_type(graph: Any, edge_type: EdgeType, exclude: str | None, given: Any) -> EdgeType | None:

@@ -63,12 +63,30 @@ def link_inputs(
     fails meanwhile, and ``SettingsError`` for invalid arguments.
     """
     edge_type, given = _typed(graph, edge_label_index)
-    ends = StoredEndpoints(graph, edge_type) if given is None else _given_links(graph, edge_type, given)
+    ends: EdgeEndpoints
+    if given is None:
+        ends = StoredEndpoints(graph, edge_type)
+    else:
+        pair = isinstance(given, (tuple, list)) and len(given) == 2
+        values = as_array([as_array(end) for end in given] if pair else given)
+        if values.ndim != 2 or values.shape[0] != 2:
+            raise SettingsError(f"edge_label_index: shape is {list(values.shape)}, expected [2, number of links]")
+        sizes = [graph.manifest.nodes[of].num_nodes for of in (edge_type[0], edge_type[2])]
+        src = checked_ids(values[0], sizes[0], edge_type[0], "edge_label_index, sources")
+        ends = HeldEndpoints(src, checked_ids(values[1], sizes[1], edge_type[2], "edge_label_index, targets"))
+    count, label = len(ends), None
+    if edge_label is not None:
+        try:
+            # torch.tensor copies: arrays of a partition are read-only
+            label = edge_label if isinstance(edge_label, Tensor) else torch.tensor(as_array(edge_label))
+        except TypeError:
+            raise SettingsError(f"edge_label: expected numbers, one row for each of {count} links") from None
+        if label.ndim == 0 or len(label) != count:
+            raise SettingsError(f"edge_label: shape is {list(label.shape)}, expected one row for each of {count} links")
     return LinkInputs(
-        edge_type, ends, given is None,
-        label=None if edge_label is None else _label(edge_label, len(ends)),
-        times=None if edge_label_time is None else _per_link("edge_label_time", edge_label_time, len(ends)),
-        input_id=None if input_id is None else _per_link("input_id", input_id, len(ends)),
+        edge_type, ends, given is None, label,
+        times=None if edge_label_time is None else _per_link("edge_label_time", edge_label_time, count),
+        input_id=None if input_id is None else _per_link("input_id", input_id, count),
     )  # fmt: skip
 
 
@@ -78,7 +96,11 @@ def node_draw(graph: Graph, of: NodeType, weight: Array | None, settings: Sample
     With temporal sampling by node times, this reads the times of all nodes of the type. The result then takes 12 bytes
     per node, and sorting the times takes 24 bytes per node.
     """
-    return NegativeDraw(graph.manifest.nodes[of].num_nodes, weight, _times(graph, of, settings))
+    time, spec, times = settings.time, graph.manifest.nodes[of], None
+    if time is not None and time.on == "node" and time.attr in spec.attrs:
+        nodes = graph.store.to_global(of, np.arange(spec.num_nodes))
+        times = graph.access.gather([RowRequest(of, nodes, (time.attr,))])[0][time.attr]
+    return NegativeDraw(spec.num_nodes, weight, times)
 
 
 def canonical(graph: Graph, given: Any, with_ids: bool = False, where: str = "edge_label_index") -> EdgeType:
@@ -148,35 +170,6 @@ def _is_type(given: Any) -> bool:
 
 def _is_name_tuple(given: Any) -> bool:
     return isinstance(given, (tuple, list)) and len(given) > 0 and all(isinstance(word, str) for word in given)
-
-
-def _given_links(graph: Graph, edge_type: EdgeType, given: Any) -> HeldEndpoints:
-    pair = isinstance(given, (tuple, list)) and len(given) == 2
-    values = as_array([as_array(end) for end in given] if pair else given)
-    if values.ndim != 2 or values.shape[0] != 2:
-        raise SettingsError(f"edge_label_index: shape is {list(values.shape)}, expected [2, number of links]")
-    sizes = [graph.manifest.nodes[of].num_nodes for of in (edge_type[0], edge_type[2])]
-    src = checked_ids(values[0], sizes[0], edge_type[0], "edge_label_index, sources")
-    return HeldEndpoints(src, checked_ids(values[1], sizes[1], edge_type[2], "edge_label_index, targets"))
-
-
-def _times(graph: Graph, of: NodeType, settings: SampleSettings) -> Array | None:
-    time, spec = settings.time, graph.manifest.nodes[of]
-    if time is None or time.on != "node" or time.attr not in spec.attrs:
-        return None
-    nodes = graph.store.to_global(of, np.arange(spec.num_nodes))
-    return graph.access.gather([RowRequest(of, nodes, (time.attr,))])[0][time.attr]
-
-
-def _label(given: Any, count: int) -> Tensor:
-    try:
-        # torch.tensor copies: arrays of a partition are read-only
-        label = given if isinstance(given, Tensor) else torch.tensor(as_array(given))
-    except TypeError:
-        raise SettingsError(f"edge_label: expected numbers, one row for each of {count} links") from None
-    if label.ndim == 0 or len(label) != count:
-        raise SettingsError(f"edge_label: shape is {list(label.shape)}, expected one row for each of {count} links")
-    return label
 
 
 def _per_link(name: str, given: Any, count: int) -> Ids:

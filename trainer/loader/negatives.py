@@ -68,7 +68,14 @@ class NegativeDraw:
             order = np.argsort(times, kind="stable")
             self._sorted_times = times[order]
             self._by_time = order.astype(np.int32) if num_nodes < 2**31 else order
-        self._sums = None if weight is None else _running_sums(weight, num_nodes, self._by_time)
+        self._sums: npt.NDArray[np.float64] | None = None
+        if weight is not None:
+            values = np.asarray(weight, np.float64)
+            if values.shape != (num_nodes,):
+                raise SettingsError(f"weights of negatives have shape {list(values.shape)}, expected [{num_nodes}]")
+            if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
+                raise SettingsError("weights of negatives must be finite, not negative, and not all 0")
+            self._sums = np.cumsum(values if self._by_time is None else values[self._by_time])
 
     def draw(self, keys: npt.NDArray[np.uint64], times: Ids | None = None) -> Ids:
         """Draw one original id per key, int64 [n].
@@ -114,7 +121,10 @@ def draw_negatives(
     dst = np.empty(len(owner), np.int64)
     left = np.arange(len(owner))
     for attempt in range(_TRIES):
-        keys = _keys(key, places[owner[left]], j[left], attempt)
+        with np.errstate(over="ignore"):
+            of_place = hashed(places[owner[left]].astype(np.uint64) * GOLDEN + np.uint64(key))
+            of_draw = hashed(j[left].astype(np.uint64) * GOLDEN + np.uint64(attempt + 1))
+            keys = _uint64(hashed(of_place ^ of_draw))
         latest = None if times is None else times[owner[left]]
         src[left] = positives[0][owner[left]] if rule.triplet else ends[SRC].draw(_end_keys(keys, SRC), latest)
         dst[left] = ends[DST].draw(_end_keys(keys, DST), latest)
@@ -154,21 +164,6 @@ def linked_in_step(src: Ids, candidates: Ids, sources: Ids, targets: Ids) -> npt
     within = np.arange(len(number)) - np.repeat(np.cumsum(count) - count, count)
     found[order[first[number] + within], np.searchsorted(candidates, targets[number])] = True
     return found
-
-
-def _running_sums(weight: Array, num_nodes: int, order: Array | None) -> npt.NDArray[np.float64]:
-    values = np.asarray(weight, np.float64)
-    if values.shape != (num_nodes,):
-        raise SettingsError(f"weights of negatives have shape {list(values.shape)}, expected [{num_nodes}]")
-    if not (np.isfinite(values).all() and (values >= 0).all() and values.sum() > 0):
-        raise SettingsError("weights of negatives must be finite, not negative, and not all 0")
-    return np.cumsum(values if order is None else values[order])
-
-
-def _keys(key: int, places: Ids, j: Ids, attempt: int) -> npt.NDArray[np.uint64]:
-    with np.errstate(over="ignore"):
-        z = hashed(places.astype(np.uint64) * GOLDEN + np.uint64(key))
-        return _uint64(hashed(z ^ hashed(j.astype(np.uint64) * GOLDEN + np.uint64(attempt + 1))))
 
 
 def _end_keys(keys: npt.NDArray[np.uint64], end: int) -> npt.NDArray[np.uint64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -113,7 +113,12 @@ def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> Non
     if row is None or col is None:
         return
     first, second = (row, col) if by_source else (col, row)
-    found = _order_by(first.numpy(), second.numpy())
+    found: Ids | None = None  # the permutation that sorts the edges; None while they are sorted already
+    for keys in (second.numpy(), first.numpy()):
+        ordered = keys if found is None else keys[found]
+        if (ordered[1:] < ordered[:-1]).any():
+            initial = np.arange(len(keys)) if found is None else found
+            found = _counting_sort(keys, initial, np.zeros(int(keys.max()) + 2, np.int64), np.empty_like(initial))
     if found is None:
         return
     order = torch.from_numpy(found)
@@ -124,20 +129,6 @@ def sort_edges(out: Output, of: EdgeType | None, by_source: bool = False) -> Non
     out.row[of], out.col[of] = ends
     if out.edge is not None:
         out.edge[of] = ids
-
-
-def _order_by(first: Array, second: Array) -> Ids | None:
-    """Return the permutation, int64 [n], that sorts edges by ``first``, then by ``second``.
-
-    The sort is stable. Returns None if the edges are sorted already.
-    """
-    order: Ids | None = None
-    for keys in (second, first):
-        ordered = keys if order is None else keys[order]
-        if (ordered[1:] < ordered[:-1]).any():
-            initial = np.arange(len(keys)) if order is None else order
-            order = _counting_sort(keys, initial, np.zeros(int(keys.max()) + 2, np.int64), np.empty_like(initial))
-    return order
 
 
 @njit()
@@ -232,7 +223,13 @@ class _PartitionJoin:
     def __init__(self, graph: Graph, attrs: Attrs, custom_cls: Callable[[], Any] | None):
         self._graph, self._attrs, self._custom_cls = graph, attrs, custom_cls
         if not graph.manifest.hetero:
-            _check_names_differ(attrs, graph.manifest.graph_attrs)
+            names = ["edge_index", *graph.manifest.graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise SettingsError(
+                    f"{twice[0]!r} is the name of two attributes (of nodes, edges or the graph), but a batch can have"
+                    " only one of this name; rename one, or choose attributes by"
+                    f" attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
+                )
         specs, arrays = graph.manifest.graph_attrs, graph.store.graph_attrs
         self._graph_attrs = {name: as_tensor(np.array(arrays[name]), spec) for name, spec in specs.items()}
 
@@ -285,15 +282,6 @@ class _PartitionJoin:
                 " return only sampled edges, or an output with edge=None for batches without edge attributes"
             )
         return _take(rows, at)
-
-
-def _check_names_differ(attrs: Attrs, graph_attrs: Iterable[str]) -> None:
-    names = ["edge_index", *graph_attrs, *attrs[HOMO_NODE], *attrs[HOMO_EDGE]]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise SettingsError(
-            f"{twice[0]!r} is the name of two attributes (of nodes, edges or the graph), but a batch can have only one"
-            f" of this name; rename one, or choose attributes by attrs={{{HOMO_NODE!r}: [...], {HOMO_EDGE!r}: [...]}}"
-        )
 
 
 def _places_of(wanted: Array, ids: Array) -> Array | slice | None:

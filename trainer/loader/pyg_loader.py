@@ -32,7 +32,7 @@ from trainer.graph.prefetch import Sampler, ordered_ahead
 from trainer.graph.seed_order import OTHER_STREAM, RankLayout, SeedOrder, SeedShare, shares
 from trainer.loader.arguments import LoadOptions, OutputOptions, whole_number
 from trainer.loader.block_loader import hetero_blocks, homo_blocks
-from trainer.loader.link_ends import trees_by_owner
+from trainer.loader.link_ends import ROLE
 from trainer.loader.node_seeds import as_array
 from trainer.loader.pyg_batch import Attrs, LazyBlocks, Output, join_of, sampler_output
 from trainer.sampler.rules import num_requests
@@ -56,7 +56,13 @@ class SameOnAllRanks:
 
     def __init__(self, digest: str, rank: int, world_size: int):
         self._digest, self._rank, self._world_size = digest[:16], rank, world_size
-        lines = _callers()
+        # File and line of each caller outside this package, the innermost first.
+        frame: FrameType | None = sys._getframe(1)
+        lines = []
+        while frame is not None:
+            if not frame.f_code.co_filename.startswith(_TRAINER):
+                lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+            frame = frame.f_back
         self._made_at, self._place = lines[0], " ".join(lines)
         known = _made.setdefault(self._place, [])
         if self._digest not in known:
@@ -91,17 +97,6 @@ class SameOnAllRanks:
                 " over the ranks. Do not split seeds by rank, and shuffle them by shuffle=True."
                 " For a loader of this rank alone, pass local=True"
             )
-
-
-def _callers() -> list[str]:
-    """Return file and line of each caller outside this package, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    lines = []
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_TRAINER):
-            lines.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
-        frame = frame.f_back
-    return lines
 
 
 _NO_STEP = -2  #: step number of the batches of ``loader(index)``
@@ -288,7 +283,11 @@ class PyGLoader(RankLoader):
         out = sampler_output(sampled, self.graph.manifest.hetero, self.settings.induced, copy_ids)
         out.metadata = seeded.metadata
         if self._by_owner and out.batch is not None:
-            out.batch = trees_by_owner(out.batch, seeded.seeds)
+            # ``out.batch`` has the seed of each node's tree; links and anchors have several.
+            places = np.concatenate(list(seeded.seeds.trees.values())) % ROLE
+            owner = torch.from_numpy(np.unique(places, return_inverse=True)[1].reshape(-1))  # ranks of the places
+            is_dict = isinstance(out.batch, dict)
+            out.batch = {of: owner[trees] for of, trees in out.batch.items()} if is_dict else owner[out.batch]
         return out
 
     @property
@@ -338,30 +337,26 @@ class PyGLoader(RankLoader):
                     f" {type(out).__name__}"
                 )
         data = self._join(out, sampled)
-        _set_sample_info(data, out)
+        if isinstance(out, SamplerOutput):
+            if "n_id" not in data:
+                data.n_id = out.node
+            if out.edge is not None and "e_id" not in data:
+                data.e_id = out.edge
+            data.batch = out.batch
+            data.num_sampled_nodes, data.num_sampled_edges = out.num_sampled_nodes, out.num_sampled_edges
+        else:
+            for ids, name in ((out.node, "n_id"), (out.edge or {}, "e_id")):
+                for of, values in ids.items():
+                    if values is not None and name not in data[of]:
+                        data[of][name] = values
+            for name in ("batch", "num_sampled_nodes", "num_sampled_edges"):
+                data.set_value_dict(name, getattr(out, name))
         # with another type or a transform, blocks would not match the batch's edges
         if o.subgraph_type == "directional" and o.transform_sampler_output is None:
             subgraph, cut = sampled.subgraph, hetero_blocks if self.graph.manifest.hetero else homo_blocks
             data.blocks = LazyBlocks(subgraph.num_hops, partial(cut, subgraph))
         self.annotate(data, out)
         return data
-
-
-def _set_sample_info(data: Any, out: Output) -> None:
-    if isinstance(out, SamplerOutput):
-        if "n_id" not in data:
-            data.n_id = out.node
-        if out.edge is not None and "e_id" not in data:
-            data.e_id = out.edge
-        data.batch = out.batch
-        data.num_sampled_nodes, data.num_sampled_edges = out.num_sampled_nodes, out.num_sampled_edges
-        return
-    for ids, name in ((out.node, "n_id"), (out.edge or {}, "e_id")):
-        for of, values in ids.items():
-            if values is not None and name not in data[of]:
-                data[of][name] = values
-    for name in ("batch", "num_sampled_nodes", "num_sampled_edges"):
-        data.set_value_dict(name, getattr(out, name))
 
 
 def _rank_and_layout(graph: Graph, local: bool, rank: int | None, layout: RankLayout | None) -> tuple[int, RankLayout]:

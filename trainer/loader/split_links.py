@@ -20,25 +20,21 @@ def split_links(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dic
     Otherwise the links of ``train`` are the edges of the graph. Links have times if there is a ``time_attr``; those in
     lists have the time of their row. Raises ``SettingsError`` for rows without times, and ``ServiceError``.
     """
-    if is_task_table(edge_type[0], graph.store.graph_attrs):
-        return _listed(graph, edge_type, time_attr)
     found = {}
+    if is_task_table(edge_type[0], graph.store.graph_attrs):
+        stored = edges_in_order(StoredEndpoints(graph, edge_type))
+        rows, targets = np.concatenate([np.empty((2, 0), np.int64), *(np.stack(ends) for _, *ends in stored)], axis=1)
+        row_time = row_times(graph, edge_type[0], time_attr)
+        for split, own in rows_of_splits(graph, edge_type[0]).items():
+            some = own[rows]
+            if some.any():
+                listed = np.stack([rows[some], targets[some]])
+                found[split] = _given(graph, edge_type, listed, None if row_time is None else row_time[listed[0]])
+        return found
     for split in ("val", "test"):
         ends, times = held_out_links(graph.store.graph_attrs, edge_type, split)
         if ends is not None and ends.shape[1]:
             found[split] = _given(graph, edge_type, ends, None if time_attr is None else times)
-    return found
-
-
-def _listed(graph: Graph, edge_type: EdgeType, time_attr: str | None) -> dict[str, LinkInputs]:
-    stored = edges_in_order(StoredEndpoints(graph, edge_type))
-    rows, targets = np.concatenate([np.empty((2, 0), np.int64), *(np.stack(ends) for _, *ends in stored)], axis=1)
-    times, found = row_times(graph, edge_type[0], time_attr), {}
-    for split, own in rows_of_splits(graph, edge_type[0]).items():
-        some = own[rows]
-        if some.any():
-            ends = np.stack([rows[some], targets[some]])
-            found[split] = _given(graph, edge_type, ends, None if times is None else times[ends[0]])
     return found
 
 
@@ -75,14 +71,3 @@ def row_times(graph: Graph, of: NodeType, time_attr: str | None) -> Ids | None:
         (rows,) = graph.access.gather([RowRequest(of, ids, ("orig_id", name))])
         times[rows["orig_id"]] = rows[name]
     return times
-
-
-def entities_of(graph: Graph, about: EdgeType) -> Ids:
-    """Return the entity of each row of a task table, int64 [rows], both as original ids.
-
-    ``about``: type of the edges from the entities to the rows.
-    """
-    found = np.empty(graph.manifest.nodes[about[2]].num_nodes, np.int64)
-    for _, entities, rows in edges_in_order(StoredEndpoints(graph, about)):
-        found[rows] = entities
-    return found

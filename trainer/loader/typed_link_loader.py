@@ -123,16 +123,17 @@ class TypedLinkLoader(BlockLoader):
             types=self.types, per_link=2 if self._both else 1,
         )  # fmt: skip
         seeds = SeedSet({of: store.to_global(of, ids) for of, ids in nodes.items()})
-        return (seeds.without(self._hidden(share)) if self._hide else seeds), links
+        if not self._hide:
+            return seeds, links
 
-    def _hidden(self, share: SeedShare) -> dict[EdgeType, tuple[Ids, Ids]]:
-        """Return the links of the global batch, and their reverses, as edges to exclude."""
+        # The links of the global batch, and their reverses, as edges to exclude.
         pairs: dict[EdgeType, list[tuple[Ids, Ids]]] = {}
         for k, _, src, dst in self.links.by_type(share.batch):
-            of = self.links.types[k]
-            for each, ends in excluded(of, self._reverse[of], src, dst, self.graph.store).items():
-                pairs.setdefault(each, []).append(ends)
-        return {
-            of: (np.concatenate([each[0] for each in some]), np.concatenate([each[1] for each in some]))
-            for of, some in pairs.items()
+            edge_type = edge_types[k]
+            for each, both in excluded(edge_type, self._reverse[edge_type], src, dst, store).items():
+                pairs.setdefault(each, []).append(both)
+        hidden = {
+            each: (np.concatenate([both[0] for both in some]), np.concatenate([both[1] for both in some]))
+            for each, some in pairs.items()
         }
+        return seeds.without(hidden), links

@@ -58,7 +58,22 @@ class DistZipLoader(RankLoader):
         self, loaders: Sequence[PyGLoader], filter_per_worker: bool | None = None, *, seed: int | None = None,
         threads: int | None = None, prefetch: int | None = None, deadline: float = 120.0, **kwargs: Any,
     ):  # fmt: skip
-        first = _checked(list(loaders))
+        loaders = list(loaders)
+        if not loaders:
+            raise SettingsError("loaders is empty; pass at least one loader")
+        first = loaders[0]
+        for loader in loaders:
+            if not isinstance(loader, PyGLoader):
+                raise SettingsError(
+                    f"loaders: {type(loader).__name__} is not a loader of gnnfleet; use torch_geometric's ZipLoader"
+                )
+            if isinstance(loader, GraphSAINTSampler):
+                raise SettingsError(
+                    f"loaders: {type(loader).__name__} draws its own nodes and has no inputs, so it cannot be zipped;"
+                    " leave it out"
+                )
+            if (loader.rank, loader.layout.world_size) != (first.rank, first.layout.world_size):
+                raise SettingsError("loaders: all must use the same ranks; pass local=True to all of them or to none")
         self.loaders = [copy(loader) for loader in loaders]  # the caller's loaders stay as they are
         options = load_options(kwargs, seed=seed, threads=threads, prefetch=prefetch, deadline=deadline)
         if options.local:
@@ -112,21 +127,3 @@ class DistZipLoader(RankLoader):
         batches = tuple(loader.finish(batch) for loader, batch in zip(self.loaders, made, strict=True))
         pinned = self.options.pin_memory and torch.cuda.is_available()
         return tuple(batch.pin_memory() for batch in batches) if pinned else batches
-
-
-def _checked(loaders: list[PyGLoader]) -> PyGLoader:
-    if not loaders:
-        raise SettingsError("loaders is empty; pass at least one loader")
-    for loader in loaders:
-        if not isinstance(loader, PyGLoader):
-            raise SettingsError(
-                f"loaders: {type(loader).__name__} is not a loader of gnnfleet; use torch_geometric's ZipLoader"
-            )
-        if isinstance(loader, GraphSAINTSampler):
-            raise SettingsError(
-                f"loaders: {type(loader).__name__} draws its own nodes and has no inputs, so it cannot be zipped;"
-                " leave it out"
-            )
-        if (loader.rank, loader.layout.world_size) != (loaders[0].rank, loaders[0].layout.world_size):
-            raise SettingsError("loaders: all must use the same ranks; pass local=True to all of them or to none")
-    return loaders[0]

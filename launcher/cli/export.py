@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,9 +13,6 @@ from launcher.cli.launch_compat import options_of
 from launcher.cli.options import GroupedOptions, OutputFile, examples
 from launcher.errors import UsageError
 from launcher.text import say
-
-if TYPE_CHECKING:
-    from launcher.export.placed_plan import ExportRequest
 
 _KINDS = ("kubernetes", "slurm", "torchrun", "bash")
 
@@ -64,7 +61,7 @@ def _export(ctx: click.Context, kind: str, output: Path | None, force: bool, **v
     """
     from launcher.config.resolve import resolve_run
     from launcher.export.placed_plan import ExportRequest
-    from launcher.export.scripts import key_path
+    from launcher.export.scripts import export_script, key_path
     from launcher.files import write_whole
     from launcher.run.config_of_options import read_config
     from launcher.run.options import choose_run_id
@@ -74,25 +71,8 @@ def _export(ctx: click.Context, kind: str, output: Path | None, force: bool, **v
     config = resolve_run(read_config(options))
     run_id = choose_run_id(config, options.run_id)
     request = ExportRequest(config, run_id, options.own_command, Path.cwd())
-    text, secret, notes = _exported(kind, request, own, output)
-    if output is None:
-        click.echo(text + secret, nl=False)
-    else:
-        files = {output: text, **({key_path(output): secret} if secret else {})}
-        for path in files:
-            if path.exists() and not force:
-                raise UsageError(f"{path} exists already; choose another name, or give --force")
-        for path, content in files.items():
-            write_whole(path, content, private=path != output)
-        say(f"wrote {', '.join(map(str, files))}")
-    for note in notes:
-        say(f"note: {note}", "yellow")
 
-
-def _exported(
-    kind: str, request: ExportRequest, own: dict[str, Any], output: Path | None
-) -> tuple[str, str, Sequence[str]]:
-    """Return the text of the exported run, the text of its secrets ('' if it has none), and notes for the user."""
+    # Options of other kinds are an error.
     for name, value in own.items():
         of_kubernetes = name in ("image", "claims", "namespace", "store_secret")
         if value and (kind != "kubernetes" if of_kubernetes else name == "slurm" and kind != "slurm"):
@@ -121,12 +101,25 @@ def _exported(
             own["image"], own["workload"], tuple(claims), own["storage"], own["namespace"], own["store_secret"]
         )
         made = export_kubernetes(request, cluster)
-        return made.text(), made.secret_text(), made.notes
-    from launcher.export.scripts import export_script
-    from launcher.plan.sbatch import parse_options
+        text, secret, notes = made.text(), made.secret_text(), made.notes
+    else:
+        from launcher.plan.sbatch import parse_options
 
-    script = export_script(kind, request, parse_options(",".join(own["slurm"])), output)
-    return script.text, script.key, script.notes
+        script = export_script(kind, request, parse_options(",".join(own["slurm"])), output)
+        text, secret, notes = script.text, script.key, script.notes
+
+    if output is None:
+        click.echo(text + secret, nl=False)
+    else:
+        files = {output: text, **({key_path(output): secret} if secret else {})}
+        for path in files:
+            if path.exists() and not force:
+                raise UsageError(f"{path} exists already; choose another name, or give --force")
+        for path, content in files.items():
+            write_whole(path, content, private=path != output)
+        say(f"wrote {', '.join(map(str, files))}")
+    for note in notes:
+        say(f"note: {note}", "yellow")
 
 
 def export_command(config_options: Callable[[click.Command], click.Command]) -> click.Command:

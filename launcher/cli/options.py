@@ -69,17 +69,17 @@ class GroupedOptions(click.Command):
         options = [(param.name or "", *record) for param, record in records if isinstance(param, click.Option)]
         column = min(_MAX_COLUMN, max(len(option) for _, option, _ in options))
         sections: dict[str, list[tuple[str, str]]] = {}
+        finds_run = any(param.name == "run" for param in self.params)  # the file of --config only serves for that
         for name, option, text in options:
-            heading = self._heading(name) if len(options) > _MAX_UNGROUPED else "Options"
+            heading = next((heading for heading, names in _HEADINGS.items() if name in names), _LAST_HEADING)
+            if name == "config" and finds_run:
+                heading = "Run"
+            if len(options) <= _MAX_UNGROUPED:
+                heading = "Options"
             sections.setdefault(heading, []).append((option.ljust(column), text))
         for heading in sorted(sections, key=[*_HEADINGS, _LAST_HEADING, "Options"].index):
             with formatter.section(heading):
                 formatter.write_dl(sections[heading])
-
-    def _heading(self, name: str) -> str:
-        if name == "config" and any(param.name == "run" for param in self.params):
-            return "Run"  # the file only serves to find the run
-        return next((heading for heading, names in _HEADINGS.items() if name in names), _LAST_HEADING)
 
 
 CONFIG = click.option("--config", "-c", type=click.Path(path_type=Path), metavar="FILE", help="The cluster.yml.")

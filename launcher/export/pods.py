@@ -49,8 +49,8 @@ class Cluster:
     store_secret: str = ""  #: Secret with the variables by which pods log in to ``data.store``; '' for none
 
 
-def metadata_of(name: str, **more: Any) -> Manifest:
-    return {"name": name, "labels": {"app.kubernetes.io/name": "gnnfleet", "gnnfleet/run": name}, **more}
+def metadata_of(name: str) -> Manifest:
+    return {"name": name, "labels": {"app.kubernetes.io/name": "gnnfleet", "gnnfleet/run": name}}
 
 
 def claimed(name: str, cluster: Cluster) -> tuple[list[Manifest], list[Manifest]]:

@@ -188,12 +188,10 @@ def _secret(folder: str, name: str) -> str:
         raise Unusable(f"{error.filename}: {error.strerror}; apply the Secret of the run") from None
 
 
-def alive(options: argparse.Namespace) -> int:
-    return 0 if Pod(options.run, os.environ).alive() else 1
-
-
 def _run_node(options: argparse.Namespace) -> int:
     pod = Pod(options.run, os.environ)
+    if options.alive:
+        return 0 if pod.alive() else 1
     pod.await_parts()
     attempt = pod.begin_attempt()
     pod.await_others(attempt)
@@ -207,7 +205,7 @@ def main() -> int:
     parser.add_argument("secrets", nargs="?", default="", help="folder with the Secret of the run")
     parser.add_argument("--alive", action="store_true", help="check that the heartbeat of this node is recent")
     options = parser.parse_args()
-    return run_program(partial(alive if options.alive else _run_node, options))
+    return run_program(partial(_run_node, options))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ _ENDING = "\nprint('%s' + repr(versions()))\n" % _MARK
 
 SECONDS = 20.0  # timeout of one Python; it may be on a slow network disk
 
+PYTHONS = ("python3", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
+
 _AT_ONCE = 4  # Pythons started concurrently
 
 _MOST = 40  # Pythons started in total
@@ -159,7 +161,7 @@ def interpreters() -> Iterator[dict[str, str]]:
         if os.path.isfile(os.path.join(prefix, "pyvenv.cfg")) or _is_conda(prefix):
             yield _of_prefix("conda" if _is_conda(prefix) else "venv", prefix)
             continue
-        for name in ("python3", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14"):
+        for name in PYTHONS:
             program = os.path.join(folder, name)
             if os.access(program, os.X_OK):
                 yield {"key": "python", "path": program, "program": program}

@@ -21,10 +21,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-_SECONDS = 20.0  # timeout of one Python; it may be on a slow network disk
-
-_NAMES = ("python3", "python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
-
 _ABOUT = "import sys, venv; print('%d.%d.%d' % sys.version_info[:3])"
 
 # Package manager → command that installs tmux, for root; others need sudo
@@ -83,7 +79,7 @@ def pythons() -> list[dict[str, str]]:
     Those on PATH come first, then those of pyenv, uv and conda.
     """
     found: dict[str, str] = {}
-    for name in _NAMES:
+    for name in environments.PYTHONS:
         for program in on_path(name):
             version = _version_of(program)
             if version:
@@ -114,8 +110,12 @@ def _version_of(program: str) -> str:
     try:
         done = subprocess.run(
             [program, "-c", _ABOUT],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=_SECONDS, cwd="/",
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=environments.SECONDS,
+            cwd="/",
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.decode().strip() if done.returncode == 0 else ""

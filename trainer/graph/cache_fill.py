@@ -127,29 +127,24 @@ def _fill(
         chosen = most_requested(
             counts, columns.row_bytes, budget, lambda of: [store.books[of].range_of(part) for part in others]
         )
-    cache = RowCache({of: _fetch(access, store, of, ids, columns) for of, ids in chosen.items() if len(ids)})
+    cached: dict[NodeType, CachedRows] = {}
+    for of, ids in chosen.items():
+        if not len(ids):
+            continue
+        names = columns.names[of]
+        specs = {name: row_spec(store, of, name) for name in names}
+        rows = {name: np.empty((len(ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
+        step = max(1, _FETCH_BYTES // columns.row_bytes[of])
+        for start in range(0, len(ids), step):
+            (found,) = access.gather([RowRequest(of, ids[start : start + step], names)])
+            for name in names:
+                rows[name][start : start + step] = found[name]
+        cached[of] = CachedRows.of(ids, rows, store.manifest.nodes[of].num_nodes)
+    cache = RowCache(cached)
     prediction = predict(access, plan, steps, cache if cache.num_rows else None)
     access.take_cost()  # the cost is discarded, as it belongs to no batch
-    return prediction, _save(cache, folder, scratch) if cache.num_rows else None
-
-
-def _fetch(access: DistGraph, store: PartStore, of: NodeType, ids: Ids, columns: CachedColumns) -> CachedRows:
-    names = columns.names[of]
-    specs = {name: row_spec(store, of, name) for name in names}
-    rows = {name: np.empty((len(ids), *shape), dtype) for name, (dtype, shape) in specs.items()}
-    step = max(1, _FETCH_BYTES // columns.row_bytes[of])
-    for start in range(0, len(ids), step):
-        (found,) = access.gather([RowRequest(of, ids[start : start + step], names)])
-        for name in names:
-            rows[name][start : start + step] = found[name]
-    return CachedRows.of(ids, rows, store.manifest.nodes[of].num_nodes)
-
-
-def _save(cache: RowCache, folder: Path, scratch: list[Path]) -> Path:
-    """Write the cache to a new temporary folder in ``folder``, and return the path of the cache.
-
-    The temporary folder is appended to ``scratch``. Raises ``PartitionError``.
-    """
+    if not cache.num_rows:
+        return prediction, None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         scratch.append(Path(tempfile.mkdtemp(prefix="cache-", dir=folder)))
@@ -157,7 +152,7 @@ def _save(cache: RowCache, folder: Path, scratch: list[Path]) -> Path:
         raise PartitionError(f"the row cache cannot be written to {folder}: {error.strerror}") from error
     path = scratch[0] / "rows"
     cache.save(path)
-    return path
+    return prediction, path
 
 
 def _use(access: object, path: Path | None) -> None:

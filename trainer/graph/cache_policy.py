@@ -265,34 +265,32 @@ class _Replay:
         self._in_flight: deque[Sequence[GatherPiece]] = deque()
 
     def run(self, steps: Sequence[_PresampledStep]) -> None:
+        store = self._access.local.store
         for step in steps:
             pieces = self._access.pieces(step.requests, self._cache, self._held)
-            self.received.append(step.sampling_bytes + sum(self._received_bytes(piece) for piece in pieces))
+            received = step.sampling_bytes
+            for piece in pieces:
+                of, names = piece.columns
+                known, width = store.manifest.attrs_of(of), 0
+                for name in names:
+                    if (spec := known.get(name)) is None:
+                        width += _stored_bytes(store, of, name)
+                    else:
+                        as_sent = spec.travels_as(self._access.wire_rows)
+                        width += rounding.row_bytes(name, spec.stored, spec.shape, as_sent)
+                received += width * sum(map(len, piece.asked.values()))
+            self.received.append(received)
             self.remote_rows.append(sum(piece.cost.remote_rows for piece in pieces if piece.keeps))
             self.cached_rows.append(sum(piece.cost.cached_rows for piece in pieces if piece.keeps))
             self._in_flight.append(pieces)
             if len(self._in_flight) >= self._threads:
                 for piece in self._in_flight.popleft():
                     if piece.keeps:
-                        answers = [_blank_answer(piece, at) for at in piece.asked.values()]
+                        answers = []
+                        for at in piece.asked.values():
+                            blank = {of: blank_rows(len(at), to.dtype, to.shape[1:]) for of, to in piece.out.items()}
+                            answers.append(HostRows(piece.ids[at], blank))
                         self._held.add(piece.columns, piece.cost.remote_rows, answers)
-
-    def _received_bytes(self, piece: GatherPiece) -> int:
-        (of, names), store = piece.columns, self._access.local.store
-        width = 0
-        for name in names:
-            spec = store.manifest.attrs_of(of).get(name)
-            if spec is None:
-                width += _stored_bytes(store, of, name)
-            else:
-                as_sent = spec.travels_as(self._access.wire_rows)
-                width += rounding.row_bytes(name, spec.stored, spec.shape, as_sent)
-        return width * sum(map(len, piece.asked.values()))
-
-
-def _blank_answer(piece: GatherPiece, at: npt.NDArray[np.int32]) -> HostRows:
-    rows = {name: blank_rows(len(at), values.dtype, values.shape[1:]) for name, values in piece.out.items()}
-    return HostRows(piece.ids[at], rows)
 
 
 def _third(steps: Sequence[_PresampledStep]) -> int:

@@ -18,7 +18,7 @@ from trainer.service.client import HostClient
 from trainer.service.cluster import Cluster
 from trainer.service.messages import HelloInfo, ServerAddress
 from trainer.service.remote_graph import Gateway, client_name
-from trainer.service.service_keys import ServiceKeys, read_key_file
+from trainer.service.service_keys import read_key_file
 from trainer.store.client_store import RemoteStore
 
 _HELLO = 10.0  #: seconds that a server may take to answer the first request
@@ -59,10 +59,39 @@ def connect_servers(
         address, _, port = str(endpoint).removeprefix("tcp://").rpartition(":")
         if not (str(endpoint).startswith("tcp://") and address and port.isdecimal() and 0 < int(port) < 1 << 16):
             raise SettingsError(f"{endpoint!r} is not an endpoint of a graph server; expected tcp://host:port")
-    gateway = Gateway(
-        _reachable_servers(endpoint_list, keys, deadline), deadline, keys, server_wait=deadline,
-        client=client_name(name),
-    )  # fmt: skip
+    # The addresses of the servers that answer, then those of the cluster's other servers.
+    patience, gone_after = min(deadline, _HELLO), min(GONE_AFTER, deadline)
+    unknown = [ServerAddress("", -1, "", endpoint, ()) for endpoint in endpoint_list]
+    clients = [HostClient(server, patience, keys, gone_after=gone_after) for server in unknown]
+    found: list[tuple[str, HelloInfo]] = []
+    problems: list[str] = []
+    try:
+        # A hello is the first request of a connection; all servers get it at the same time.
+        until = time.monotonic() + patience
+        for client, hello in [(client, client.greet()) for client in clients]:
+            try:
+                found.append((client.endpoint, hello.result(max(0.0, until - time.monotonic()))))
+            except ServiceError as error:
+                problems.append(str(error))
+    finally:
+        for client in clients:
+            client.close()
+    if not found:
+        kinds = {
+            re.sub(r"within [\d.]+ s", "", problem.replace(endpoint, ""))
+            for endpoint, problem in zip(endpoint_list, problems, strict=True)
+        }
+        if len(problems) > 1 and len(kinds) == 1:
+            raise ServiceError(f"{problems[0]} Same error at {', '.join(endpoint_list[1:])}")
+        raise ServiceError("\n".join(problems))
+    met = {info.node_rank for _, info in found}
+    places = []
+    for endpoint, info in found:
+        listed = [place.name for place in info.servers if place.node_rank == info.node_rank]
+        server_name = listed[0] if listed else f"node{info.node_rank} ({info.host})"
+        places.append(ServerAddress(server_name, info.node_rank, info.host, endpoint, info.part_ids))
+    places += [place for place in found[0][1].servers if place.node_rank not in met]
+    gateway = Gateway(places, deadline, keys, server_wait=deadline, client=client_name(name))
     return _open_gateway(gateway, deadline, ranks, None)
 
 
@@ -74,53 +103,3 @@ def _open_gateway(gateway: Gateway, patience: float, ranks: Ranks, placed: RankL
         raise
     store = RemoteStore.of(manifest, gateway, f"the graph served by {gateway.home.name}")
     return Graph(store, gateway, ranks=ranks, placed=placed)
-
-
-def _reachable_servers(endpoints: Sequence[str], keys: ServiceKeys | None, deadline: float) -> list[ServerAddress]:
-    """Return the addresses of the servers that answer at ``endpoints``, then those of the cluster's other servers.
-
-    Raises ``ServiceError`` if no server answers.
-    """
-    patience, gone_after = min(deadline, _HELLO), min(GONE_AFTER, deadline)
-    unknown = [ServerAddress("", -1, "", endpoint, ()) for endpoint in endpoints]
-    clients = [HostClient(server, patience, keys, gone_after=gone_after) for server in unknown]
-    try:
-        found, problems = _say_hello(clients, patience)
-    finally:
-        for client in clients:
-            client.close()
-    if not found:
-        raise ServiceError(_connect_error(endpoints, problems))
-    met = {info.node_rank for _, info in found}
-    places = []
-    for endpoint, info in found:
-        listed = [place.name for place in info.servers if place.node_rank == info.node_rank]
-        name = listed[0] if listed else f"node{info.node_rank} ({info.host})"
-        places.append(ServerAddress(name, info.node_rank, info.host, endpoint, info.part_ids))
-    return places + [place for place in found[0][1].servers if place.node_rank not in met]
-
-
-def _say_hello(clients: Sequence[HostClient], patience: float) -> tuple[list[tuple[str, HelloInfo]], list[str]]:
-    """Send a hello, the first request of a connection, to all servers in parallel.
-
-    Returns (endpoint, answer) of the servers that answer within ``patience`` seconds, and error texts of the others.
-    """
-    until = time.monotonic() + patience
-    hellos = [(client, client.greet()) for client in clients]
-    found, problems = [], []
-    for client, hello in hellos:
-        try:
-            found.append((client.endpoint, hello.result(max(0.0, until - time.monotonic()))))
-        except ServiceError as error:
-            problems.append(str(error))
-    return found, problems
-
-
-def _connect_error(endpoints: Sequence[str], problems: Sequence[str]) -> str:
-    kinds = {
-        re.sub(r"within [\d.]+ s", "", problem.replace(endpoint, ""))
-        for endpoint, problem in zip(endpoints, problems, strict=True)
-    }
-    if len(problems) > 1 and len(kinds) == 1:
-        return f"{problems[0]} Same error at {', '.join(endpoints[1:])}"
-    return "\n".join(problems)

@@ -35,8 +35,16 @@ def open_any(
     node_rank: int | None = None, key_file: str | Path | None = None, deadline: float = 120.0,
     environ: Mapping[str, str] = os.environ,
 ) -> Graph:  # fmt: skip
-    if path is not None:
-        _check_path(path)
+    if path is not None and not isinstance(path, (str, Path)):
+        raise SettingsError(
+            f"gnnfleet.open takes the path of a partition folder, not {type(path).__name__};"
+            " pass Data, HeteroData or a (feature store, graph store) pair directly to the loader"
+        )
+    if path is not None and Path(path).is_file():
+        raise SettingsError(
+            f"{path} is a file, not a partition folder; make a partition folder from it by `gnnfleet partition"
+            f" make --dataset file --source {path} --num-parts 2 --out parts`, then call gnnfleet.open('parts')"
+        )
     report_uncaught(environ)
     keep_process_group()
     ranks = this_process(environ)
@@ -132,19 +140,6 @@ def _part_ids(part: Any) -> list[int]:
         return [operator.index(one) for one in part]
     except TypeError:
         raise SettingsError(f"part: {part!r}; expected the number of a part, or several") from None
-
-
-def _check_path(path: Any) -> None:
-    if not isinstance(path, (str, Path)):
-        raise SettingsError(
-            f"gnnfleet.open takes the path of a partition folder, not {type(path).__name__};"
-            " pass Data, HeteroData or a (feature store, graph store) pair directly to the loader"
-        )
-    if Path(path).is_file():
-        raise SettingsError(
-            f"{path} is a file, not a partition folder; make a partition folder from it by `gnnfleet partition"
-            f" make --dataset file --source {path} --num-parts 2 --out parts`, then call gnnfleet.open('parts')"
-        )
 
 
 def _layout_of_run(cluster: str | Path, ranks: Ranks) -> RankLayout | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainer.data.edges import first_outside
 from trainer.data.memory import dataset_of, shared_array
 from trainer.graph.environment import this_process
 from trainer.graph.open import Graph
-from trainer.partition.cut import EdgeCut, Relabelling, relabel
+from trainer.partition.cut import EdgeCut, relabel
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
@@ -40,13 +40,32 @@ def _dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | No
     if not hetero:
         row, col = {HOMO_EDGE: row}, {HOMO_EDGE: col}
     edge_index = {of: np.stack([shared_array(row[of]), shared_array(col[of])]) for of in row}
+    counts: dict[NodeType, int]
     if hetero:
-        counts = _counts(feature_store, graph_store, edge_index)
+        groups = [attr.group_name for attr in feature_store.get_all_tensor_attrs()]
+        types = dict.fromkeys([end for of in edge_index for end in (of[0], of[2])])
+        types |= dict.fromkeys(group for group in groups if isinstance(group, str))
+        try:
+            counts = {of: int(remote_backend_utils.num_nodes(feature_store, graph_store, of)) for of in types}
+        except ValueError as error:
+            raise DataError(f"the number of nodes cannot be read from the stores: {error}") from None
     elif (size := edge_attrs[0].size) is None or None in size:
         raise DataError("the graph store does not know the number of nodes; pass size= with its edges")
     else:
         counts = {HOMO_NODE: int(max(size))}
-    times = _times(feature_store, time_attr, hetero) if time_attr is not None else {}
+    times: dict[AnyType, Array] = {}
+    if time_attr is not None:
+        attrs = [copy.copy(attr) for attr in feature_store.get_all_tensor_attrs() if attr.attr_name == time_attr]
+        for attr in attrs:
+            attr.index = None
+        if not attrs:
+            raise SettingsError(f"time_attr {time_attr!r}: the feature store has no attribute of that name")
+        if not hetero and len(attrs) > 1:
+            raise SettingsError(f"time_attr {time_attr!r}: the feature store has {len(attrs)} attributes of that name")
+        # As in torch_geometric, an attribute ``time`` of a homogeneous graph belongs to nodes, any other to edges.
+        of_homo = HOMO_NODE if time_attr == "time" else HOMO_EDGE
+        for attr, values in zip(attrs, feature_store.multi_get_tensor(attrs), strict=True):
+            times[attr.group_name if hetero else of_homo] = shared_array(torch.as_tensor(values))
     return Dataset(
         name="stores",
         nodes={of: NodeData(count, _column(time_attr, times, of, count)) for of, count in counts.items()},
@@ -55,31 +74,6 @@ def _dataset_of_stores(feature_store: Any, graph_store: Any, time_attr: str | No
         hetero=hetero,
         time_attrs=() if time_attr is None else (time_attr,),
     )
-
-
-def _counts(feature_store: Any, graph_store: Any, edges: Iterable[EdgeType]) -> dict[NodeType, int]:
-    groups = [attr.group_name for attr in feature_store.get_all_tensor_attrs()]
-    types = dict.fromkeys([end for of in edges for end in (of[0], of[2])])
-    types |= dict.fromkeys(group for group in groups if isinstance(group, str))
-    try:
-        return {of: int(remote_backend_utils.num_nodes(feature_store, graph_store, of)) for of in types}
-    except ValueError as error:
-        raise DataError(f"the number of nodes cannot be read from the stores: {error}") from None
-
-
-def _times(feature_store: Any, time_attr: str, hetero: bool) -> dict[AnyType, Array]:
-    attrs = [copy.copy(attr) for attr in feature_store.get_all_tensor_attrs() if attr.attr_name == time_attr]
-    for attr in attrs:
-        attr.index = None
-    if not attrs:
-        raise SettingsError(f"time_attr {time_attr!r}: the feature store has no attribute of that name")
-    # As in torch_geometric, an attribute ``time`` of a homogeneous graph belongs to nodes, any other to edges.
-    if not hetero and len(attrs) > 1:
-        raise SettingsError(f"time_attr {time_attr!r}: the feature store has {len(attrs)} attributes of that name")
-    arrays = [shared_array(torch.as_tensor(values)) for values in feature_store.multi_get_tensor(attrs)]
-    if not hetero:
-        return {HOMO_NODE if time_attr == "time" else HOMO_EDGE: arrays[0]}
-    return {attr.group_name: array for attr, array in zip(attrs, arrays, strict=True)}
 
 
 def _column(name: str | None, times: dict[AnyType, Array], of: AnyType, count: int) -> dict[str, Array]:
@@ -103,7 +97,13 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
         return graph_of(dataset_of(data, type(data).__name__, times), data)
     pair = data if isinstance(data, (tuple, list)) and len(data) == 2 else (None, None)
     if isinstance(pair[0], FeatureStore) and isinstance(pair[1], GraphStore):
-        _check_whole(data)
+        for store in data:
+            if any(base.__module__.startswith("torch_geometric.distributed.") for base in type(store).__mro__):
+                raise SettingsError(
+                    f"data: {type(store).__name__} of torch_geometric.distributed holds one partition of a graph, but"
+                    " the loader needs the whole graph; partition it by `partition make` and open that folder"
+                    " (gnnfleet.open), or pass stores of the whole graph"
+                )
         if weight_attr is not None:
             raise SettingsError(
                 "weight_attr: a (feature store, graph store) pair has no edge weights; pass Data or HeteroData instead"
@@ -117,16 +117,6 @@ def as_graph(data: Any, *, time_attr: str | None = None, weight_attr: str | None
     )
 
 
-def _check_whole(stores: Any) -> None:
-    for store in stores:
-        if any(base.__module__.startswith("torch_geometric.distributed.") for base in type(store).__mro__):
-            raise SettingsError(
-                f"data: {type(store).__name__} of torch_geometric.distributed holds one partition of a graph, but the"
-                " loader needs the whole graph; partition it by `partition make` and open that folder"
-                " (gnnfleet.open), or pass stores of the whole graph"
-            )
-
-
 def graph_of(dataset: Dataset, source: Any = None) -> Graph:
     """Open a dataset in memory as a graph of one part. Raises ``DataError`` for an edge with an invalid node id."""
     labels = {of: relabel(np.zeros(data.num_nodes, np.int32), 1) for of, data in dataset.nodes.items()}
@@ -135,45 +125,55 @@ def graph_of(dataset: Dataset, source: Any = None) -> Graph:
         # Times must be contiguous to gather rows from them.
         times = {name: np.ascontiguousarray(data.attrs[name]) for name in dataset.time_attrs if name in data.attrs}
         nodes[of] = NodePart(0, labels[of].orig_id, {**data.attrs, **times})
-    edges = {of: _edge_part(dataset, of, data, labels) for of, data in dataset.edges.items()}
+    edges: dict[EdgeType, EdgePart] = {}
+    for edge_type, links in dataset.edges.items():
+        edge_index = np.ascontiguousarray(links.edge_index)
+        if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
+            raise DataError(
+                f"edge_index of {edge_type}: {edge_index.dtype} {list(edge_index.shape)}; expected integer node ids"
+                " [2, num_edges]"
+            )
+        for ids, end in zip(edge_index, edge_type[::2], strict=True):
+            num_nodes = dataset.nodes[end].num_nodes
+            if (position := int(first_outside(ids, num_nodes))) >= 0:
+                raise DataError(
+                    f"edge_index of {edge_type}: {ids[position]} at position {position}, but {end!r} has {num_nodes}"
+                    " nodes; set num_nodes, or correct the edges"
+                )
+        cut = EdgeCut.of(edge_index, labels[edge_type[0]], labels[edge_type[2]])
+        (group,) = cut.sorted_edges()
+        indices, orig_id = (column() for column in group.columns)
+        source_attrs = dataset.nodes[edge_type[0]].attrs
+        times = {name: source_attrs[name] for name in dataset.time_attrs if name in source_attrs}
+        edges[edge_type] = EdgePart(
+            start=0,
+            indptr=cut.part_indptr(0),
+            indices=indices,
+            orig_id=orig_id,
+            attrs=_ReorderedRows(links.attrs, orig_id),
+            src_times={name: values[indices].astype(np.int64) for name, values in times.items()},
+            endpoints=edge_index.T,
+        )
     splits = {(of, name): ids for of, data in dataset.nodes.items() for name, ids in data.splits.items()}
     part = Part(0, nodes, edges)
-    store = PartStore(Path(f"{dataset.name} in memory"), _manifest(dataset, edges), {0: part}, {}, splits,
-                      dataset.graph_attrs)  # fmt: skip
+    manifest = Manifest(
+        dataset=dataset.name, fingerprint=dataset.fingerprint, num_parts=1, algorithm="memory", seed=0,
+        hetero=dataset.hetero,
+        nodes={
+            of: NodeSpec(data.num_nodes, (0, data.num_nodes), _attr_specs(data),
+                         {name: len(ids) for name, ids in data.splits.items()}, data.num_classes)
+            for of, data in dataset.nodes.items()
+        },
+        edges={
+            of: EdgeSpec(data.num_edges, (0, data.num_edges), _attr_specs(data), tuple(edges[of].src_times), 0.0)
+            for of, data in dataset.edges.items()
+        },
+        edge_cut=0.0, balance=1.0,
+        graph_attrs={name: AttrSpec(values.dtype.name, values.shape) for name, values in dataset.graph_attrs.items()},
+        files=(),
+    )  # fmt: skip
+    store = PartStore(Path(f"{dataset.name} in memory"), manifest, {0: part}, {}, splits, dataset.graph_attrs)
     return Graph(store, DistGraph(LocalGraph(store), {}), ranks=this_process(), source=source)
-
-
-def _edge_part(dataset: Dataset, of: EdgeType, data: EdgeData, labels: Mapping[NodeType, Relabelling]) -> EdgePart:
-    edge_index = np.ascontiguousarray(data.edge_index)
-    if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
-        raise DataError(
-            f"edge_index of {of}: {edge_index.dtype} {list(edge_index.shape)}; expected integer node ids [2, num_edges]"
-        )
-    for row, end in ((0, of[0]), (1, of[2])):
-        _check_ends(edge_index[row], dataset, of, end)
-    cut = EdgeCut.of(edge_index, labels[of[0]], labels[of[2]])
-    (group,) = cut.sorted_edges()
-    indices, orig_id = (column() for column in group.columns)
-    source_attrs = dataset.nodes[of[0]].attrs
-    times = {name: source_attrs[name] for name in dataset.time_attrs if name in source_attrs}
-    return EdgePart(
-        start=0,
-        indptr=cut.part_indptr(0),
-        indices=indices,
-        orig_id=orig_id,
-        attrs=_ReorderedRows(data.attrs, orig_id),
-        src_times={name: values[indices].astype(np.int64) for name, values in times.items()},
-        endpoints=edge_index.T,
-    )
-
-
-def _check_ends(ids: Array, dataset: Dataset, of: EdgeType, end: NodeType) -> None:
-    num_nodes = dataset.nodes[end].num_nodes
-    if (position := int(first_outside(ids, num_nodes))) >= 0:
-        raise DataError(
-            f"edge_index of {of}: {ids[position]} at position {position}, but {end!r} has {num_nodes} nodes;"
-            " set num_nodes, or correct the edges"
-        )
 
 
 class _ReorderedRows(Mapping[str, Array]):
@@ -191,25 +191,6 @@ class _ReorderedRows(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self._attrs)
-
-
-def _manifest(dataset: Dataset, edges: Mapping[EdgeType, EdgePart]) -> Manifest:
-    return Manifest(
-        dataset=dataset.name, fingerprint=dataset.fingerprint, num_parts=1, algorithm="memory", seed=0,
-        hetero=dataset.hetero,
-        nodes={
-            of: NodeSpec(data.num_nodes, (0, data.num_nodes), _attr_specs(data),
-                         {name: len(ids) for name, ids in data.splits.items()}, data.num_classes)
-            for of, data in dataset.nodes.items()
-        },
-        edges={
-            of: EdgeSpec(data.num_edges, (0, data.num_edges), _attr_specs(data), tuple(edges[of].src_times), 0.0)
-            for of, data in dataset.edges.items()
-        },
-        edge_cut=0.0, balance=1.0,
-        graph_attrs={name: AttrSpec(values.dtype.name, values.shape) for name, values in dataset.graph_attrs.items()},
-        files=(),
-    )  # fmt: skip
 
 
 def _attr_specs(data: NodeData | EdgeData) -> dict[str, AttrSpec]:

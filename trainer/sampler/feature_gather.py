@@ -83,37 +83,30 @@ class HeldRows:
 
 
 def _with_more(held: _HeldAnswers, answers: Sequence[HostRows], most_rows: int) -> _HeldAnswers:
-    every = (*held.answers, *answers)
-    found = _newest(every, most_rows)
-    if not found:
+    # The newest answers, as many as fit.
+    every, newest = (*held.answers, *answers), deque[HostRows]()
+    count = nbytes = 0
+    for answer in reversed(every):
+        count, nbytes = count + len(answer.ids), nbytes + answer.num_bytes
+        if count > most_rows or nbytes > MOST_BYTES:
+            break
+        newest.appendleft(answer)
+    if not newest:
         return _HeldAnswers()
+    found = list(newest)
     if len(found) == len(every):
         index = held.index.with_more([answer.ids for answer in answers]) if answers else held.index
     else:
         index = None
     index = index or IdIndex.of([answer.ids for answer in found])
+    # If they are too many, the smallest neighbours become one.
     while len(found) > _MOST_ANSWERS:
-        found = _joined(found)
-    return _HeldAnswers(found, replace(index, ends=IdIndex.ends_of([answer.ids for answer in found])))
-
-
-def _joined(answers: tuple[HostRows, ...]) -> tuple[HostRows, ...]:
-    pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(answers)]
-    at = pairs.index(min(pairs))
-    one, other = answers[at : at + 2]
-    rows = {name: np.concatenate([one.rows[name], other.rows[name]]) for name in one.rows}
-    return (*answers[:at], HostRows(np.concatenate([one.ids, other.ids]), rows), *answers[at + 2 :])
-
-
-def _newest(answers: Sequence[HostRows], most_rows: int) -> tuple[HostRows, ...]:
-    kept: deque[HostRows] = deque()
-    rows = nbytes = 0
-    for answer in reversed(answers):
-        rows, nbytes = rows + len(answer.ids), nbytes + answer.num_bytes
-        if rows > most_rows or nbytes > MOST_BYTES:
-            break
-        kept.appendleft(answer)
-    return tuple(kept)
+        pairs = [len(one.ids) + len(next_one.ids) for one, next_one in pairwise(found)]
+        at = pairs.index(min(pairs))
+        one, other = found[at : at + 2]
+        rows = {name: np.concatenate([one.rows[name], other.rows[name]]) for name in one.rows}
+        found[at : at + 2] = [HostRows(np.concatenate([one.ids, other.ids]), rows)]
+    return _HeldAnswers(tuple(found), replace(index, ends=IdIndex.ends_of([answer.ids for answer in found])))
 
 
 @dataclass(frozen=True)
@@ -194,7 +187,19 @@ class GatherPlan:
         keeps = group > 0 and isinstance(request.of, str) and any(values.ndim > 1 for values in out.values())
         held = self._held.of(columns) if keeps else _HeldAnswers()
         kept = self._cache.types[request.of] if group == 1 and self._cache and isinstance(request.of, str) else None
-        placed = self._places(request, group == 0, None if kept is None else kept.slots, held.index)
+        slots = None if kept is None else kept.slots
+        # Equal arguments give the same arrays, so that a message contains the ids only once.
+        key = request.of, id(request.ids), group == 0, id(slots), id(held.index) if held.index is not NO_INDEX else 0
+        if key not in self._located:
+            book = self._local.books[request.of]
+            of_part = self._all_here if group == 0 else self._near
+            wrong, located = locate(request.ids, book.offsets, of_part, self._codes, slots, held.index)
+            if wrong >= 0:
+                raise PartitionError(
+                    f"no {request.of!r} with id {int(request.ids[wrong])}; ids go from 0 to {book.size - 1}"
+                )
+            self._located[key] = located
+        placed = self._located[key]
         first = self._codes.held(0)
         cached = placed.get(self._codes.cached)
         return GatherPiece(
@@ -206,19 +211,3 @@ class GatherPlan:
             held=[(held.answers[code - first].rows, rows) for code, rows in placed.items()
                   if first <= code < self._codes.first_host],
         )  # fmt: skip
-
-    def _places(
-        self, request: RowRequest, all_here: bool, slots: Array | None, held: IdIndex
-    ) -> Mapping[int, RowPlacement]:
-        # Equal arguments give the same arrays, so that a message contains the ids only once.
-        key = request.of, id(request.ids), all_here, id(slots), id(held) if held is not NO_INDEX else 0
-        if key not in self._located:
-            book = self._local.books[request.of]
-            of_part = self._all_here if all_here else self._near
-            wrong, placed = locate(request.ids, book.offsets, of_part, self._codes, slots, held)
-            if wrong >= 0:
-                raise PartitionError(
-                    f"no {request.of!r} with id {int(request.ids[wrong])}; ids go from 0 to {book.size - 1}"
-                )
-            self._located[key] = placed
-        return self._located[key]

@@ -98,27 +98,24 @@ class LocalGraph(GraphAccess):
         num_sources = self.store.manifest.nodes[request.edge_type[0]].num_nodes
         groups = self.by_part(request.edge_type[2], request.nodes)
         if self.store.larger_than_memory:
-            self._read_ahead(request, groups)
+            for part_id, placed in groups.items():
+                nodes, edges = _ends(self.store.topology[part_id], request.edge_type)
+                of_edges = [edges.indices]
+                if request.weight is not None and request.weight in edges.attrs:
+                    of_edges.append(edges.attrs[request.weight])
+                if request.bound is not None:
+                    times = edges.src_times if request.bound.on == "node" else edges.attrs
+                    of_edges += [times[request.bound.attr]] if request.bound.attr in times else []
+                if request.with_edge and request.orig_edge:
+                    of_edges.append(edges.orig_id)
+                touch_rows([(nodes.orig_id, placed.rows)])
+                touch_neighbours(edges.indptr, of_edges, placed.rows)
         answers = [
             (placed.at, sample_rows(*self._read(self.store.topology[p], request), cut, num_sources))
             for p, placed in groups.items()
             for cut in [request if len(groups) == 1 else cut_request(request, placed.at)]
         ]
         return answers[0][1] if len(groups) == 1 else merge_samples(len(request.nodes), answers, request.with_edge)
-
-    def _read_ahead(self, request: HopRequest, groups: Mapping[int, RowPlacement]) -> None:
-        for part_id, placed in groups.items():
-            nodes, edges = _ends(self.store.topology[part_id], request.edge_type)
-            of_edges = [edges.indices]
-            if request.weight is not None and request.weight in edges.attrs:
-                of_edges.append(edges.attrs[request.weight])
-            if request.bound is not None:
-                times = edges.src_times if request.bound.on == "node" else edges.attrs
-                of_edges += [times[request.bound.attr]] if request.bound.attr in times else []
-            if request.with_edge and request.orig_edge:
-                of_edges.append(edges.orig_id)
-            touch_rows([(nodes.orig_id, placed.rows)])
-            touch_neighbours(edges.indptr, of_edges, placed.rows)
 
     def degrees(self, edge_type: EdgeType, nodes: Ids) -> Ids:
         """Return the number of in-edges of each node, int64 [n]; 0 for nodes of parts that are not opened."""

@@ -69,7 +69,19 @@ def sample_multi_hop(
         SettingsError: The settings do not fit the graph (``check_settings``), or temporal seeds have no times.
     """
     check_settings(schema, settings)
-    _check_seeds(schema, seeds, settings)
+    for of, ids in seeds.nodes.items():
+        if of not in schema.nodes:
+            raise DataError(f"seeds: the graph has no node type {of!r}; it has {list(schema.nodes)}")
+        num_nodes = schema.nodes[of].num_nodes
+        bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))
+        if len(bad):
+            raise DataError(f"seed {ids[bad[0]]} at position {bad[0]} is not a node; ids go from 0 to {num_nodes - 1}")
+        if settings.time is not None and of not in seeds.times:
+            raise SettingsError(f"temporal sampling needs a time for each seed of {of!r}; pass times with the seeds")
+    for edge_type, ends in seeds.exclude.items():  # of clients, too; a rule numbers these nodes
+        for of, ids in zip(edge_type[::-2], ends, strict=True):
+            if of in schema.nodes and len(ids) and not 0 <= ids.min() <= ids.max() < schema.nodes[of].num_nodes:
+                raise DataError(f"excluded edges of {edge_type} have ends that are no {of!r} nodes")
     if settings.rule is not None:
         schema = rule_schema(schema, settings.fanouts)
     growth = _SubgraphGrowth(schema, seeds, settings, key, tables, orig_edges)
@@ -110,22 +122,6 @@ def _block_rows(
     if edges.whole is not None and fanout < 0:
         begin, count = edges.whole.begin, edges.whole.count
     return subgraph.ops.block_rows(begin[:num_dst], count[:num_dst], fanout, values)
-
-
-def _check_seeds(schema: GraphSchema, seeds: SeedSet, settings: SampleSettings) -> None:
-    for of, ids in seeds.nodes.items():
-        if of not in schema.nodes:
-            raise DataError(f"seeds: the graph has no node type {of!r}; it has {list(schema.nodes)}")
-        num_nodes = schema.nodes[of].num_nodes
-        bad = np.flatnonzero((ids < 0) | (ids >= num_nodes))
-        if len(bad):
-            raise DataError(f"seed {ids[bad[0]]} at position {bad[0]} is not a node; ids go from 0 to {num_nodes - 1}")
-        if settings.time is not None and of not in seeds.times:
-            raise SettingsError(f"temporal sampling needs a time for each seed of {of!r}; pass times with the seeds")
-    for edge_type, ends in seeds.exclude.items():  # of clients, too; a rule numbers these nodes
-        for of, ids in zip(edge_type[::-2], ends, strict=True):
-            if of in schema.nodes and len(ids) and not 0 <= ids.min() <= ids.max() < schema.nodes[of].num_nodes:
-                raise DataError(f"excluded edges of {edge_type} have ends that are no {of!r} nodes")
 
 
 @dataclass(frozen=True)

@@ -65,16 +65,54 @@ def _conditional(nodes: NodePart, edges: EdgePart, request: HopRequest, num_sour
     longest = neighbor_kernels.count_picks(
         read_only(edges.indptr), read_only(request.nodes), nodes.start, -1, False, counts
     )
+    # Sources of excluded edges, sorted by target, then by source, and where those of each node begin and end.
+    excluded = begin = end = np.empty(0, np.int64)
+    if request.exclude is not None:
+        targets, sources = request.exclude
+        order = np.lexsort((sources, targets))
+        excluded, ordered = sources[order], targets[order]
+        begin, end = np.searchsorted(ordered, request.nodes), np.searchsorted(ordered, request.nodes, "right")
+    # Times of the edges or of their sources.
     bound = request.bound
-    excluded, begin, end = _excluded(request)
+    times: Array = np.empty(0, np.int64)
+    if bound is not None:
+        known = edges.src_times if bound.on == "node" else edges.attrs
+        if bound.attr not in known:
+            raise PartitionError(
+                f"no time attribute {bound.attr!r} of the {bound.on}s of {request.edge_type}; there are {sorted(known)}"
+            )
+        times = known[bound.attr]
+        if times.ndim != 1 or times.dtype.kind not in "iu":
+            raise PartitionError(
+                f"{bound.attr!r} of {request.edge_type} is {times.dtype} {list(times.shape)}, not integer times"
+            )
+    # The sources that are allowed, as one bit for each node of the source type; empty: all.
+    bits = np.empty(0, np.uint8)
+    if request.sources is not None:
+        bits = np.zeros(num_sources // 8 + 1, np.uint8)
+        if len(request.sources):
+            if request.sources.min() < 0 or request.sources.max() >= num_sources:
+                raise PartitionError(
+                    f"the request has ids of type {request.edge_type[0]!r} outside 0 to {num_sources - 1}"
+                )
+            allow(request.sources, bits)
+    weights: Array = np.empty(0, np.float32)
+    if (name := request.weight) is not None:
+        if name not in edges.attrs:
+            raise PartitionError(f"no attribute {name!r} of {request.edge_type}; there are {sorted(edges.attrs)}")
+        weights = edges.attrs[name]
+        if weights.ndim != 1 or weights.dtype.kind not in "biuf":
+            raise PartitionError(
+                f"{name!r} of {request.edge_type} is {weights.dtype} {list(weights.shape)}, not weights"
+            )
     conditions = Conditions(
-        times=read_only(np.empty(0, np.int64) if bound is None else _times(edges, request)),
+        times=read_only(times),
         bounds=read_only(np.empty(0, np.int64) if bound is None else bound.times),
         excluded=read_only(excluded),
         excluded_begin=read_only(begin),
         excluded_end=read_only(end),
-        allowed=read_only(_allowed(request, num_sources)),
-        weights=read_only(np.empty(0, np.float32) if request.weight is None else _weights(edges, request)),
+        allowed=read_only(bits),
+        weights=read_only(weights),
     )
     draws = Draws(
         request.fanout, request.shuffle, request.replace, bound is not None and bound.last,
@@ -118,56 +156,3 @@ def too_many_edges(request: HopRequest) -> PartitionError:
 
 def _trees(request: HopRequest) -> Ids:
     return np.empty(0, np.int64) if request.trees is None else request.trees
-
-
-def _times(edges: EdgePart, request: HopRequest) -> Array:
-    assert request.bound is not None
-    attr = request.bound.attr
-    known = edges.src_times if request.bound.on == "node" else edges.attrs
-    if attr not in known:
-        raise PartitionError(
-            f"no time attribute {attr!r} of the {request.bound.on}s of {request.edge_type}; there are {sorted(known)}"
-        )
-    times = known[attr]
-    if times.ndim != 1 or times.dtype.kind not in "iu":
-        raise PartitionError(f"{attr!r} of {request.edge_type} is {times.dtype} {list(times.shape)}, not integer times")
-    return times
-
-
-def _weights(edges: EdgePart, request: HopRequest) -> Array:
-    name = str(request.weight)
-    if name not in edges.attrs:
-        raise PartitionError(f"no attribute {name!r} of {request.edge_type}; there are {sorted(edges.attrs)}")
-    weights = edges.attrs[name]
-    if weights.ndim != 1 or weights.dtype.kind not in "biuf":
-        raise PartitionError(f"{name!r} of {request.edge_type} is {weights.dtype} {list(weights.shape)}, not weights")
-    return weights
-
-
-def _excluded(request: HopRequest) -> tuple[Ids, Ids, Ids]:
-    """Return the sources of excluded edges, and the begin and end of each requested node's range in these sources.
-
-    The sources are sorted by target, and then by source.
-    """
-    if request.exclude is None:
-        return (np.empty(0, np.int64),) * 3
-    targets, sources = request.exclude
-    order = np.lexsort((sources, targets))
-    ordered = targets[order]
-    return sources[order], np.searchsorted(ordered, request.nodes), np.searchsorted(ordered, request.nodes, "right")
-
-
-def _allowed(request: HopRequest, num_sources: int) -> Array:
-    """Return a bit array, uint8, with one bit for each of the ``num_sources`` nodes of the source type.
-
-    Bits of nodes in ``request.sources`` are 1, others 0. If ``request.sources`` is None, all sources are allowed, and
-    the array is empty.
-    """
-    if request.sources is None:
-        return np.empty(0, np.uint8)
-    bits = np.zeros(num_sources // 8 + 1, np.uint8)
-    if len(request.sources):
-        if request.sources.min() < 0 or request.sources.max() >= num_sources:
-            raise PartitionError(f"the request has ids of type {request.edge_type[0]!r} outside 0 to {num_sources - 1}")
-        allow(request.sources, bits)
-    return bits

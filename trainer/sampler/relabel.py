@@ -184,10 +184,10 @@ def shift_of(slots: Any) -> Any:
 
 
 #: int64 [2 * capacity]: slot k holds the node at 2k and ``tree << 32 | position + 1`` at 2k + 1, or zeros.
-TreePairs = npt.NDArray[np.int64]
+_TreePairs = npt.NDArray[np.int64]
 
 
-def _empty_pairs(room: int) -> TreePairs:
+def _empty_pairs(room: int) -> _TreePairs:
     return np.zeros(2 << max(2 * room, 1).bit_length(), np.int64)
 
 

@@ -21,10 +21,10 @@ _RETRY_EVERY = 1.0  #: seconds between attempts to reach a lost host
 _POLL = 0.05  #: seconds between checks while waiting
 
 
-T_co = TypeVar("T_co", covariant=True)
+_T_co = TypeVar("_T_co", covariant=True)
 
 
-class PendingAnswer(Protocol[T_co]):
+class PendingAnswer(Protocol[_T_co]):
     """An answer that may not have arrived yet.
 
     ``result`` waits for at most ``timeout`` seconds, by default until the client's deadline. ``received`` is the number
@@ -34,7 +34,7 @@ class PendingAnswer(Protocol[T_co]):
     @property
     def received(self) -> int: ...
 
-    def result(self, timeout: float | None = None) -> T_co: ...
+    def result(self, timeout: float | None = None) -> _T_co: ...
 
 
 @dataclass(frozen=True)
@@ -128,20 +128,17 @@ class PartHolders:
                 return
             since = [max((lost[host].since for host in holders[part]), default=begin) for part in missing]
             if now - max(since) >= self.server_wait:
-                raise self._give_up_error(missing)
+                hosts = dict.fromkeys(host for part in missing for host in self._of_part[part])
+                causes = [lost_host.error for host in hosts if (lost_host := self._lost.get(host)) is not None]
+                numbers, wait = ", ".join(map(str, missing)), first_wait(causes)
+                raise ServiceError(
+                    f"{'part' if len(missing) == 1 else 'parts'} {numbers}: no graph server that holds "
+                    f"{'it' if len(missing) == 1 else 'them'} came back within {self.server_wait:g} s (run.server_wait)"
+                    "\n" + "\n".join(map(str, causes)),
+                    wait=wait and replace(wait, seconds=self.server_wait),
+                )
             time.sleep(_POLL)
             self._check_lost()
-
-    def _give_up_error(self, parts: Sequence[int]) -> ServiceError:
-        hosts = dict.fromkeys(host for part in parts for host in self._of_part[part])
-        causes = [lost_host.error for host in hosts if (lost_host := self._lost.get(host)) is not None]
-        numbers, wait = ", ".join(map(str, parts)), first_wait(causes)
-        return ServiceError(
-            f"{'part' if len(parts) == 1 else 'parts'} {numbers}: no graph server that holds "
-            f"{'it' if len(parts) == 1 else 'them'} came back within {self.server_wait:g} s (run.server_wait)\n"
-            + "\n".join(map(str, causes)),
-            wait=wait and replace(wait, seconds=self.server_wait),
-        )
 
     def _check_lost(self) -> None:
         if not self._lock.acquire(blocking=False):

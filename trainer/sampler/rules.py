@@ -105,7 +105,22 @@ def check_rule(schema: GraphSchema, rule: Rule, targets: Collection[NodeType]) -
                 f"ppr: alpha {rule.alpha:g} times eps {rule.eps:g} is below {_LEAST_PUSH:g}: a seed could look at"
                 f" {1 / (rule.alpha * rule.eps):.1g} edges; use a larger eps"
             )
-        _check_direction(rule, schema)
+        # A part stores the edges that end in its nodes; those that begin in a node are spread over all parts.
+        for edge_type in rule.edge_types or schema.edges if rule.direction in ("out", "both") else ():
+            if reverse_type(edge_type, schema.edges) not in (None, edge_type):
+                continue
+            source, relation, target = edge_type
+            if edge_type == HOMO_EDGE:
+                raise SettingsError(
+                    f"ppr: direction {rule.direction}: a graph without types stores its edges at their targets. For"
+                    " both directions partition it with option undirected: true, and leave direction out; for the"
+                    " other one alone exchange sources and targets of its edges"
+                )
+            options = "undirected: true" + (" and reverse_types: true" if source == target else "")
+            raise SettingsError(
+                f"ppr: direction {rule.direction}: the graph has no edge type {(target, f'rev_{relation}', source)},"
+                f" the reverses of {edge_type}; partition it with {options}, or leave {edge_type} out of edge_types"
+            )
         return
     if rule.num_walks < 1 or rule.length < 1 or not 0 <= rule.restart < 1:
         raise SettingsError(
@@ -124,30 +139,6 @@ def check_rule(schema: GraphSchema, rule: Rule, targets: Collection[NodeType]) -
         )
     for of in targets:
         metapath_of(rule, schema, of)
-
-
-def _check_direction(rule: PPR, schema: GraphSchema) -> None:
-    """Raise ``SettingsError`` if walks in the rule's direction need reverse edges that the graph lacks.
-
-    A part stores the edges that end in its nodes; those that begin in a node are spread over all parts.
-    """
-    if rule.direction not in ("out", "both"):
-        return
-    for of in rule.edge_types or schema.edges:
-        if reverse_type(of, schema.edges) not in (None, of):
-            continue
-        source, relation, target = of
-        if of == HOMO_EDGE:
-            raise SettingsError(
-                f"ppr: direction {rule.direction}: a graph without types stores its edges at their targets. For both"
-                " directions partition it with option undirected: true, and leave direction out; for the other one"
-                " alone exchange sources and targets of its edges"
-            )
-        options = "undirected: true" + (" and reverse_types: true" if source == target else "")
-        raise SettingsError(
-            f"ppr: direction {rule.direction}: the graph has no edge type {(target, f'rev_{relation}', source)}, the"
-            f" reverses of {of}; partition it with {options}, or leave {of} out of edge_types"
-        )
 
 
 def metapath_of(rule: Walks, schema: GraphSchema, start: NodeType | None = None) -> Sequence[EdgeType]:

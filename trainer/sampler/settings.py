@@ -80,29 +80,24 @@ def check_settings(schema: GraphSchema, settings: SampleSettings) -> None:
                 )
 
     if time is not None:
-        _check_time(schema, time)
-
-
-def _check_time(schema: GraphSchema, rule: TimeRule) -> None:
-    if rule.on == "edge":
-        specs = {type_name(of): spec.attrs[rule.attr] for of, spec in schema.edges.items() if rule.attr in spec.attrs}
-    else:
-        specs = {of: spec.attrs[rule.attr] for of, spec in schema.nodes.items() if rule.attr in spec.attrs}
-    if not specs:
-        known = _names(schema.edges) if rule.on == "edge" else _names(schema.nodes)
-        raise SettingsError(f"no {rule.on} type has the time attribute {rule.attr!r}; attributes are {known}")
-    for name, spec in specs.items():
-        check_times(rule.attr, name, spec, rule.on)
-    if rule.on == "edge":
-        return
-    # Without the times of sources, sampling would raise no error and ignore the times.
-    for of, edges in schema.edges.items():
-        if rule.attr in schema.nodes[of[0]].attrs and rule.attr not in edges.src_times:
-            raise SettingsError(
-                f"the partition does not store {rule.attr!r} of {of[0]} with the edges {of};"
-                f" make the partition again with dataset option time_attrs: partition make --option"
-                f" time_attrs={rule.attr} (data.options.time_attrs: {rule.attr} in a cluster file)"
-            )
+        name, on_edges = time.attr, time.on == "edge"
+        if on_edges:
+            specs = {type_name(of): each.attrs[name] for of, each in schema.edges.items() if name in each.attrs}
+        else:
+            specs = {of: each.attrs[name] for of, each in schema.nodes.items() if name in each.attrs}
+        if not specs:
+            known_attrs = _names(schema.edges) if on_edges else _names(schema.nodes)
+            raise SettingsError(f"no {time.on} type has the time attribute {name!r}; attributes are {known_attrs}")
+        for where, spec in specs.items():
+            check_times(name, where, spec, time.on)
+        # Without the times of sources, sampling would raise no error and ignore the times.
+        for of, edges in schema.edges.items():
+            if not on_edges and name in schema.nodes[of[0]].attrs and name not in edges.src_times:
+                raise SettingsError(
+                    f"the partition does not store {name!r} of {of[0]} with the edges {of};"
+                    f" make the partition again with dataset option time_attrs: partition make --option"
+                    f" time_attrs={name} (data.options.time_attrs: {name} in a cluster file)"
+                )
 
 
 def check_times(attr: str, of: str, spec: AttrSpec, on: str = "node") -> None:

@@ -55,7 +55,27 @@ def inference(
         logits = gf.nn.inference(model, gf.DistNeighborLoader(graph, [-1], batch_size=4096))  # [num_nodes, num_classes]
         ```
     """
-    _check(model, loader)
+    if not isinstance(model, BasicGNN) or model.jk_mode not in (None, "last"):
+        raise SettingsError(
+            "inference takes torch_geometric's BasicGNN models (GraphSAGE, GCN, …) with jk None or 'last'"
+        )
+    if model.training:
+        raise SettingsError("the model is in training mode; call model.eval() first")
+    if not isinstance(loader, DistNeighborLoader) or loader.graph.manifest.hetero:
+        raise SettingsError("inference takes a DistNeighborLoader of a homogeneous graph")
+    s, num_nodes = loader.settings, loader.graph.manifest.nodes[HOMO_NODE].num_nodes
+    normalised = by_degrees(model, "computed by inference, layer by layer")
+    if any(getattr(layer, "cached", False) for layer in model.modules()):
+        raise SettingsError("inference needs a model without cached=True, which keeps the degrees of the first batch")
+    wanted = [-1, -1] if normalised else [-1]
+    if list(s.fanouts[HOMO_EDGE]) != wanted or s.time is not None:
+        why = f", two hops because {normalised[0]} reads the degrees of neighbours" if normalised else ""
+        raise SettingsError(
+            f"inference needs all neighbours{why}: give the loader num_neighbors={wanted}, and no time_attr"
+        )
+    (inputs,) = loader.inputs.of.values()
+    if not len(inputs.nodes) == len(np.unique(inputs.nodes)) == num_nodes or loader.options.drop_last:
+        raise SettingsError("inference needs every node once as a seed: leave out input_nodes and drop_last")
     group = loader.group()
     if group.size != loader.layout.world_size:
         raise SettingsError(
@@ -94,27 +114,3 @@ def _layer(
         found[n_id[:seeds]] = out
     assert found is not None
     return found
-
-
-def _check(model: BasicGNN, loader: DistNeighborLoader) -> None:
-    if not isinstance(model, BasicGNN) or model.jk_mode not in (None, "last"):
-        raise SettingsError(
-            "inference takes torch_geometric's BasicGNN models (GraphSAGE, GCN, …) with jk None or 'last'"
-        )
-    if model.training:
-        raise SettingsError("the model is in training mode; call model.eval() first")
-    if not isinstance(loader, DistNeighborLoader) or loader.graph.manifest.hetero:
-        raise SettingsError("inference takes a DistNeighborLoader of a homogeneous graph")
-    s, num_nodes = loader.settings, loader.graph.manifest.nodes[HOMO_NODE].num_nodes
-    normalised = by_degrees(model, "computed by inference, layer by layer")
-    if any(getattr(layer, "cached", False) for layer in model.modules()):
-        raise SettingsError("inference needs a model without cached=True, which keeps the degrees of the first batch")
-    wanted = [-1, -1] if normalised else [-1]
-    if list(s.fanouts[HOMO_EDGE]) != wanted or s.time is not None:
-        why = f", two hops because {normalised[0]} reads the degrees of neighbours" if normalised else ""
-        raise SettingsError(
-            f"inference needs all neighbours{why}: give the loader num_neighbors={wanted}, and no time_attr"
-        )
-    (inputs,) = loader.inputs.of.values()
-    if not len(inputs.nodes) == len(np.unique(inputs.nodes)) == num_nodes or loader.options.drop_last:
-        raise SettingsError("inference needs every node once as a seed: leave out input_nodes and drop_last")

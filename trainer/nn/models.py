@@ -212,7 +212,13 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
         logits = model(batch)  # [512, num_classes]
         ```
     """
-    _check_kind(settings.model, facts)
+    name, homo, hetero = settings.model, ", ".join(HOMO_MODELS), ", ".join(HETERO_MODELS)
+    if name not in {**HOMO_MODELS, **HETERO_MODELS}:
+        raise SettingsError(f"unknown model {name!r}; the models are {homo}, and for heterogeneous graphs {hetero}")
+    if facts.hetero and name in HOMO_MODELS:
+        raise SettingsError(f"model {name!r} is for homogeneous graphs, and this one is heterogeneous; use {hetero}")
+    if facts.edge_dims and name not in EDGE_MODELS:
+        raise SettingsError(f"edge_attr: model {name!r} does not read edge features; use {' or '.join(EDGE_MODELS)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         if settings.model in HETERO_MODELS:
@@ -223,16 +229,6 @@ def build_model(settings: ModelSettings, facts: GraphFacts, embeddings: Embeddin
         model = HOMO_MODELS[settings.model](settings, facts.in_dims[facts.target], facts.num_classes, edge_dim)
         model.categories = CategoryEmbeddings(facts.categories)
         return model
-
-
-def _check_kind(model: str, facts: GraphFacts) -> None:
-    homo, hetero = ", ".join(HOMO_MODELS), ", ".join(HETERO_MODELS)
-    if model not in {**HOMO_MODELS, **HETERO_MODELS}:
-        raise SettingsError(f"unknown model {model!r}; the models are {homo}, and for heterogeneous graphs {hetero}")
-    if facts.hetero and model in HOMO_MODELS:
-        raise SettingsError(f"model {model!r} is for homogeneous graphs, and this one is heterogeneous; use {hetero}")
-    if facts.edge_dims and model not in EDGE_MODELS:
-        raise SettingsError(f"edge_attr: model {model!r} does not read edge features; use {' or '.join(EDGE_MODELS)}")
 
 
 def _dims(settings: ModelSettings, in_dim: int, num_classes: int) -> list[tuple[int, int]]:

@@ -71,7 +71,11 @@ class ShardedEmbedding:
         self.total = sum(self.num_nodes.values())
         bounds = np.cumsum([0, *self.num_nodes.values()]).tolist()
         self.first = dict(zip(self.num_nodes, bounds, strict=False))  #: row of each type's node 0
-        self.weight = nn.Parameter(self._initial(seed).to(device or "cpu"))  #: own rows, float32 [own rows, dim]
+        shards = [torch.empty(0, dim)]
+        for of, first in self.first.items():
+            ids = np.arange((self.rank - first) % self.size, self.num_nodes[of], self.size)
+            shards.append(initial_rows(ids, dim, seed, of))
+        self.weight = nn.Parameter(torch.cat(shards).to(device or "cpu"))  #: own rows, float32 [own rows, dim]
         self._pending: list[tuple[Route, Tensor]] = []
 
     def lookup(self, n_id: Mapping[NodeType, Tensor]) -> Tables:
@@ -90,7 +94,17 @@ class ShardedEmbedding:
         Raises:
             DataError: For a node type without rows, or an id out of range.
         """
-        ids = [self._rows_of(of, nodes.to(self.weight.device)) for of, nodes in n_id.items()]
+        ids = []
+        for of, nodes in n_id.items():
+            if of not in self.num_nodes:
+                raise DataError(f"the embedding has no rows for node type {of!r}, only for {list(self.num_nodes)}")
+            own = nodes.to(self.weight.device)
+            if len(own) and not 0 <= int(own.min()) <= int(own.max()) < self.num_nodes[of]:
+                raise DataError(
+                    f"embedding lookup: ids of {of!r} nodes range from {int(own.min())} to {int(own.max())}; valid ids"
+                    f" are 0 to {self.num_nodes[of] - 1}"
+                )
+            ids.append(own + self.first[of])
         rows = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64, device=self.weight.device)
         route = plan_route(rows, rows % self.size, self.group)
         found = route.fetch(self.weight.detach()[route.asked // self.size])
@@ -113,23 +127,6 @@ class ShardedEmbedding:
             where, shape = torch.cat(places)[None], self.weight.shape
             grad = torch.sparse_coo_tensor(where, torch.cat(values), shape, check_invariants=False).coalesce()
             self.weight.grad = grad if self.weight.grad is None else self.weight.grad + grad
-
-    def _rows_of(self, of: NodeType, nodes: Tensor) -> Tensor:
-        if of not in self.num_nodes:
-            raise DataError(f"the embedding has no rows for node type {of!r}, only for {list(self.num_nodes)}")
-        if len(nodes) and not 0 <= int(nodes.min()) <= int(nodes.max()) < self.num_nodes[of]:
-            raise DataError(
-                f"embedding lookup: ids of {of!r} nodes range from {int(nodes.min())} to {int(nodes.max())}; valid ids"
-                f" are 0 to {self.num_nodes[of] - 1}"
-            )
-        return nodes + self.first[of]
-
-    def _initial(self, seed: int) -> Tensor:
-        shards = [torch.empty(0, self.dim)]
-        for of, first in self.first.items():
-            ids = np.arange((self.rank - first) % self.size, self.num_nodes[of], self.size)
-            shards.append(initial_rows(ids, self.dim, seed, of))
-        return torch.cat(shards)
 
 
 def initial_rows(ids: Any, dim: int, seed: int, node_type: NodeType) -> Tensor:

@@ -280,20 +280,16 @@ class TrimmedHetero(nn.Module):
         hops = _Hops.of(batch, dict(batch.x_dict if x is None else x), batch.edge_index_dict, attrs, len(self.convs))
         rows, indices, attrs = hops.rows, hops.indices, hops.attrs
         for number, conv in enumerate(self.convs):
-            rows, indices, attrs = self._needed(number, rows, indices, attrs)
+            if self.target is not None:
+                need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - number)[0]
+                attrs = None if attrs is None else {of: attrs[of] for of in need.edge_types if of in attrs}
+                rows, indices = {of: rows[of] for of in need.sources}, {of: indices[of] for of in need.edge_types}
             rows, indices, attrs = trim_to_layer(number, hops.nodes, hops.edges, rows, indices, attrs)
             rows = conv(rows, indices, **({} if attrs is None else {f"{self.edge_arg}_dict": attrs}))
             if number < len(self.convs) - 1:
                 rows = rows if self.act is None else {of: self.act(h) for of, h in rows.items()}
                 rows = {of: functional.dropout(h, self.dropout, self.training) for of, h in rows.items()}
         return rows
-
-    def _needed(self, number: int, rows: NodeTensors, indices: _EdgeTensors, attrs: _EdgeTensors | None) -> Any:
-        if self.target is None:
-            return rows, indices, attrs
-        need = layer_needs(tuple(rows), tuple(indices), self.target, len(self.convs) - number)[0]
-        kept = None if attrs is None else {of: attrs[of] for of in need.edge_types if of in attrs}
-        return {of: rows[of] for of in need.sources}, {of: indices[of] for of in need.edge_types}, kept
 
 
 def check_one_hop(model: nn.Module) -> None:

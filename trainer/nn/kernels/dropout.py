@@ -17,7 +17,7 @@ from trainer.nn.kernels.precision import sum_dtype
 from trainer.nn.kernels.rows import as_array, narrow, run_rows, runs_cuda_kernels, wide
 
 # The state of a row is SplitMix64's finaliser (``rng.mix``), the bits of a column are ``rng.column_bits``.
-MASK32 = 0xFFFFFFFF
+_MASK32 = 0xFFFFFFFF
 
 
 def hash_dropout(h: Tensor, n_id: Tensor, p: float, key: int, layer: int, training: bool) -> Tensor:
@@ -79,16 +79,16 @@ def mask_rows_torch(h: Tensor, n_id: Tensor, p: float, stream_key: int) -> Tenso
     """Return the same values as ``mask_rows_cpu``, bit for bit, computed by torch operations on any device."""
     state = mix_tensor(n_id ^ signed(stream_key))
     columns = torch.arange(h.shape[1], device=h.device)
-    bits = (state[:, None] + columns * STRIDE) & MASK32
-    bits = ((bits ^ (bits >> 16)) * LOW_A) & MASK32
-    bits = ((bits ^ (bits >> 15)) * LOW_B) & MASK32
+    bits = (state[:, None] + columns * STRIDE) & _MASK32
+    bits = ((bits ^ (bits >> 16)) * LOW_A) & _MASK32
+    bits = ((bits ^ (bits >> 15)) * LOW_B) & _MASK32
     bits = bits ^ (bits >> 16)
     return (h.detach() * (1.0 / (1.0 - p))).masked_fill_(bits < threshold_of(p), 0)
 
 
 def threshold_of(p: float) -> int:
     """Return ``p`` as a uint32 threshold: elements whose 32 random bits are below it are dropped."""
-    return min(round(p * 2**32), MASK32)
+    return min(round(p * 2**32), _MASK32)
 
 
 def signed(value: int) -> int:

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Forward = TypeVar("Forward", bound=Callable[..., Any])
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  #: bfloat16 flags in /proc/cpuinfo; the last is Arm's
 
 
-def in_own_precision(forward: Forward) -> Forward:
+def in_own_precision(forward: _Forward) -> _Forward:
     """Decorate ``forward(batch)`` of a model to compute dense products in ``self.precision`` and return float32."""
 
     @functools.wraps(forward)

@@ -19,7 +19,7 @@ from trainer.core.arrays import Array
 
 SMALL = 2048  #: number of rows below which threads cost more time than they save
 
-CHUNKS_PER_THREAD = 4  #: several chunks, so that all threads stay busy if some rows take longer than others
+_CHUNKS_PER_THREAD = 4  #: several chunks, so that all threads stay busy if some rows take longer than others
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32)
 
@@ -50,7 +50,7 @@ def run_rows(kernel: Callable[..., None], num_rows: int, *args: Any) -> None:
     if threads == 1 or num_rows < SMALL:
         kernel(0, num_rows, *args)
         return
-    chunks = threads * CHUNKS_PER_THREAD
+    chunks = threads * _CHUNKS_PER_THREAD
     bounds = [num_rows * chunk // chunks for chunk in range(chunks + 1)]
     # Not Numba's thread pools: the only one that is always installed (workqueue) forbids concurrent calls.
     pool = _pool(os.getpid(), threads)

@@ -42,25 +42,25 @@ def gather_values(value: T, group: Any = None) -> list[T]:
     return [decode(_bytes_of(part[:count]), []) for part, count in zip(parts, counts, strict=True)]
 
 
-def broadcast_value(value: T, group: Any = None, source: int = 0) -> T:
-    """Return on every rank the ``value`` that rank ``source`` of the group passed.
+def broadcast_value(value: T, group: Any = None) -> T:
+    """Return on every rank the ``value`` that rank 0 of the group passed.
 
     All ranks of ``group`` (None: the default process group) must call this. Raises ``PeerError`` when the bytes of
-    ``source`` cannot be decoded.
+    rank 0 cannot be decoded.
     """
-    device, sends = wire_device(group), group_rank(group) == source
+    device, sends = wire_device(group), group_rank(group) == 0
     tensors: list[Tensor] = []
     head = torch.frombuffer(bytearray(encode(value, tensors)), dtype=torch.uint8) if sends else torch.empty(0)
     length = torch.tensor([len(head)], device=device)
-    dist.broadcast(length, group=group, group_src=source)
+    dist.broadcast(length, group=group, group_src=0)
     head = head.to(device) if sends else torch.empty(_checked_length(int(length)), dtype=torch.uint8, device=device)
-    dist.broadcast(head, group=group, group_src=source)
+    dist.broadcast(head, group=group, group_src=0)
     if not sends:
         value = decode(_bytes_of(head), tensors)
     for tensor in tensors:
         if tensor.numel():
             raw = tensor.contiguous().flatten().view(torch.uint8).to(device)
-            dist.broadcast(raw, group=group, group_src=source)
+            dist.broadcast(raw, group=group, group_src=0)
             if not sends:
                 tensor.copy_(raw.to(tensor.device).view(tensor.dtype).view(tensor.shape))
     return value

@@ -81,13 +81,13 @@ def plan_route(ids: Tensor, owners: Tensor, group: Any = None) -> Route:
     return Route(order, _ints(counts), asked, asked_counts, group)
 
 
-def exchange_rows(ids: Tensor, owners: Tensor, answer: Callable[[Tensor], Tensor], group: Any = None) -> Tensor:
+def exchange_rows(ids: Tensor, owners: Tensor, answer: Callable[[Tensor], Tensor]) -> Tensor:
     """Fetch the row of each id from the rank that owns it, and return the rows [n, …]. All ranks must call this.
 
     ``ids``: int64 [n], may contain repeats. ``owners``: int64 [n], the rank that owns each id. ``answer`` returns the
     rows [m, …] for the ids [m] that are requested from this rank.
     """
-    route = plan_route(ids, owners, group)
+    route = plan_route(ids, owners)
     return route.fetch(answer(route.asked))
 
 

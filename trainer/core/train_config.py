@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from trainer.core.fields import ANY, CONTROLS, WORD, Form, setting
 from trainer.core.remote_settings import CacheSize
 
-MODEL = Form(
+_MODEL = Form(
     rf"\w[\w-]*|(?!-)[^:{CONTROLS}]+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+",
     "the name of a bundled model, FILE.py:CLASS or PACKAGE.CLASS",
 )
@@ -104,7 +104,7 @@ class EarlyStop:
 
 
 #: The schedules with the keys that only some of them have.
-SCHEDULES: Mapping[str, str] = {
+_SCHEDULES: Mapping[str, str] = {
     "constant": "",
     "cosine": "lowest epochs",
     "step": "every factor",
@@ -219,7 +219,7 @@ class TrainConfig:
         "`link` also `lightgcn` and, without neighbours, `embedding`; for any graph `token-transformer`. Or a "
         "class: `FILE.py:CLASS`, or `PACKAGE.CLASS` such as torch_geometric.nn.GraphSAGE.",
         "sage",
-        form=MODEL,
+        form=_MODEL,
     )
     model_args: Mapping[str, Any] | None = setting(
         "Further arguments of a model class, by name, for instance `{act: elu}`.", None, form=ANY
@@ -445,9 +445,47 @@ def problems(train: TrainConfig) -> Iterator[Problem]:
     yield from _of_neighbors(train)
     yield from _of_task(train)
     yield from _of_optimizer(train)
-    yield from _of_schedule(train)
+
+    # The schedule of the learning rate, and what needs scores on val.
+    evaluated: list[tuple[str, str | None]] = [("early_stop", train.early_stop.metric)] if train.early_stop else []
+    if (schedule := train.schedule) is not None:
+        yield from _keys_of_others("schedule", schedule.name, _SCHEDULES, schedule)
+        for name in ("warmup_steps", "warmup_epochs") if schedule.name == "one-cycle" else ():
+            if getattr(schedule, name):
+                yield Problem(("schedule", name), "one-cycle has a rise of its own; leave it out")
+        if schedule.warmup_steps and schedule.warmup_epochs:
+            yield Problem(("schedule", "warmup_steps"), "give warmup_steps or warmup_epochs, not both")
+        if schedule.name == "plateau":
+            evaluated.append(("schedule", schedule.metric))
+    for section, metric in evaluated:
+        if not train.eval_every:
+            yield Problem((section,), "needs evaluations on val, but eval_every is 0", ("eval_every",))
+        if metric not in (None, "loss"):
+            yield from _of_metric((section, "metric"), str(metric), train)
+
+    # Trackers.
+    options: Any
     for name, options in (train.track or {}).items():
-        yield from _of_tracker(name, options)
+        place = ("track", name)
+        if name not in TRACKERS:
+            yield Problem(place[:1], _unknown("tracker", name, TRACKERS))
+            continue
+        if not isinstance(options or {}, Mapping):
+            yield Problem(place, f"expected options of {name}, found {reprlib.repr(options)}")
+            continue
+        known = TRACKERS[name].options
+        for key, value in (options or {}).items():
+            if key not in known:
+                has = f"it has {', '.join(known)}" if known else "it has none"
+                yield Problem(place, f"{name} has no option {reprlib.repr(key)}; {has}")
+            elif not isinstance(value, str) or not value:
+                yield Problem((*place, key), f"expected text, found {reprlib.repr(value)}")
+            elif key == "mode" and value not in ("online", "offline"):
+                yield Problem((*place, key), f"expected online or offline, found {reprlib.repr(value)}")
+            elif key == "uri" and "@" in urlsplit(value).netloc:
+                text = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the host instead of writing them"
+                yield Problem((*place, key), f"{text} here")
+
     try:
         CacheSize.parse(train.device_cache, "all rows")
     except ValueError as error:
@@ -621,46 +659,6 @@ def _of_optimizer(train: TrainConfig) -> Iterator[Problem]:
         yield Problem((*place, "nesterov"), "needs a momentum above 0, and no dampening")
     if name == "Rprop" and train.weight_decay:
         yield Problem(("weight_decay",), "Rprop has none", place)
-
-
-def _of_schedule(train: TrainConfig) -> Iterator[Problem]:
-    evaluated: list[tuple[str, str | None]] = [("early_stop", train.early_stop.metric)] if train.early_stop else []
-    if (schedule := train.schedule) is not None:
-        yield from _keys_of_others("schedule", schedule.name, SCHEDULES, schedule)
-        for name in ("warmup_steps", "warmup_epochs") if schedule.name == "one-cycle" else ():
-            if getattr(schedule, name):
-                yield Problem(("schedule", name), "one-cycle has a rise of its own; leave it out")
-        if schedule.warmup_steps and schedule.warmup_epochs:
-            yield Problem(("schedule", "warmup_steps"), "give warmup_steps or warmup_epochs, not both")
-        if schedule.name == "plateau":
-            evaluated.append(("schedule", schedule.metric))
-    for name, metric in evaluated:
-        if not train.eval_every:
-            yield Problem((name,), "needs evaluations on val, but eval_every is 0", ("eval_every",))
-        if metric not in (None, "loss"):
-            yield from _of_metric((name, "metric"), str(metric), train)
-
-
-def _of_tracker(name: str, options: Any) -> Iterator[Problem]:
-    place = ("track", name)
-    if name not in TRACKERS:
-        yield Problem(place[:1], _unknown("tracker", name, TRACKERS))
-        return
-    if not isinstance(options or {}, Mapping):
-        yield Problem(place, f"expected options of {name}, found {reprlib.repr(options)}")
-        return
-    known = TRACKERS[name].options
-    for key, value in (options or {}).items():
-        if key not in known:
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            yield Problem(place, f"{name} has no option {reprlib.repr(key)}; {has}")
-        elif not isinstance(value, str) or not value:
-            yield Problem((*place, key), f"expected text, found {reprlib.repr(value)}")
-        elif key == "mode" and value not in ("online", "offline"):
-            yield Problem((*place, key), f"expected online or offline, found {reprlib.repr(value)}")
-        elif key == "uri" and "@" in urlsplit(value).netloc:
-            text = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD on the host instead of writing them here"
-            yield Problem((*place, key), text)
 
 
 def _keys_of_others(section: str, name: str, keys: Mapping[str, str], given: Any) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.core.arrays import Array, Ids
+from trainer.core.arrays import Array
 from trainer.core.batch_cost import Cost
 from trainer.core.schema import AnyType, NodeType
 from trainer.cuda.array_ops import TorchOps
@@ -68,11 +68,38 @@ class DeviceSampler:
         with self.streams.stream():
             subgraph = self._subgraph(seeds, key)
             found_at = time.perf_counter()
-            rows = self._rows(subgraph)
-            labels = self._labels(seeds)
+            # The attributes of all sampled nodes and edges, as tensors on the device.
+            rows: dict[AnyType, dict[str, Any]] = {}
+            for of, nodes in subgraph.nodes.items():
+                ids: Any = nodes.ids
+                orig_id = torch.empty(len(ids), dtype=torch.int64, device=self.device)
+                take_numbers(len(ids), self.topology.nodes[of].argument, ids, orig_id)
+                rows[of] = {"orig_id": orig_id}
+                if of in self._degrees:
+                    rows[of][LOOPLESS_DEGREE] = self._degrees[of][ids]
+            far: list[tuple[FeatureRows, Tensor, Tensor, RowRequest]] = []
+            for (kind, name), feature in self.features.items():
+                wanted: Any = subgraph.nodes[kind].ids if isinstance(kind, str) else subgraph.edges[kind].edge
+                assert wanted is not None, "edge features need edge ids"
+                out, missing = feature.take(wanted)
+                rows.setdefault(kind, {})[name] = out
+                if len(missing):
+                    far.append((feature, out, missing, RowRequest(kind, wanted[missing].cpu().numpy(), (name,))))
+            if far:
+                found = access.gather([request for *_, request in far])
+                for (feature, out, missing, request), answer in zip(far, found, strict=True):
+                    feature.join(out, missing, answer[request.attrs[0]])
+            labels: Mapping[str, Array] = {}
+            target, names = self.host.labels
+            if names:
+                (labels,) = access.gather([RowRequest(target, np.asarray(seeds.nodes[target]), names)])
         cost = access.take_cost()
         seconds = Cost(sample_s=found_at - began, gather_s=time.perf_counter() - found_at - cost.wait_s)
-        return SampledBatch(subgraph, rows, labels, self._counted(cost, subgraph) + seconds)
+        if getattr(access, "remotes", {}):  # count all rows of the batch, not only those that the CPU gathered
+            with_ids = [edges.edge for edges in subgraph.edges.values() if edges.edge is not None]
+            count = sum(len(nodes.ids) for nodes in subgraph.nodes.values()) + sum(map(len, with_ids))
+            cost = replace(cost, rows=count)
+        return SampledBatch(subgraph, rows, labels, cost + seconds)
 
     def subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
         """Sample a subgraph around ``seeds``, without attributes."""
@@ -82,55 +109,6 @@ class DeviceSampler:
     def _subgraph(self, seeds: SeedSet, key: int) -> SampledSubgraph:
         tables = DeviceTables(self.host.schema, self._ops)
         return sample_multi_hop(self._hops, self.host.schema, seeds, self.host.settings, key, tables)
-
-    def _rows(self, subgraph: SampledSubgraph) -> dict[AnyType, dict[str, Array]]:
-        """Gather the attributes of all sampled nodes and edges, as tensors on the device."""
-        rows: dict[AnyType, dict[str, Any]] = {}
-        for of, nodes in subgraph.nodes.items():
-            ids: Any = nodes.ids
-            orig_id = torch.empty(len(ids), dtype=torch.int64, device=self.device)
-            take_numbers(len(ids), self.topology.nodes[of].argument, ids, orig_id)
-            rows[of] = {"orig_id": orig_id}
-            if of in self._degrees:
-                rows[of][LOOPLESS_DEGREE] = self._degrees[of][ids]
-        far: list[tuple[FeatureRows, Tensor, Tensor, RowRequest]] = []
-        for (kind, name), feature in self.features.items():
-            wanted: Any = _ids_of(subgraph, kind)
-            out, missing = feature.take(wanted)
-            rows.setdefault(kind, {})[name] = out
-            if len(missing):
-                far.append((feature, out, missing, RowRequest(kind, wanted[missing].cpu().numpy(), (name,))))
-        if far:
-            found = self.host.access.gather([request for *_, request in far])
-            for (feature, out, missing, request), answer in zip(far, found, strict=True):
-                feature.join(out, missing, answer[request.attrs[0]])
-        return rows
-
-    def _labels(self, seeds: SeedSet) -> Mapping[str, Array]:
-        of, names = self.host.labels
-        if not names:
-            return {}
-        (found,) = self.host.access.gather([RowRequest(of, np.asarray(seeds.nodes[of]), names)])
-        return found
-
-    def _counted(self, cost: Cost, subgraph: SampledSubgraph) -> Cost:
-        """Return ``cost`` with ``rows`` set to the number of all rows of the batch; unchanged with one host.
-
-        In the argument, ``rows`` counts only the rows that the CPU gathered.
-        """
-        if not getattr(self.host.access, "remotes", {}):
-            return cost
-        with_ids = [edges.edge for edges in subgraph.edges.values() if edges.edge is not None]
-        return replace(cost, rows=sum(len(nodes.ids) for nodes in subgraph.nodes.values()) + sum(map(len, with_ids)))
-
-
-def _ids_of(subgraph: SampledSubgraph, of: AnyType) -> Ids:
-    """Return the global ids of the sampled nodes or edges of a type."""
-    if isinstance(of, str):
-        return subgraph.nodes[of].ids
-    edge = subgraph.edges[of].edge
-    assert edge is not None, "edge features need edge ids"
-    return edge
 
 
 class StreamPool:

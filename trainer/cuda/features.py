@@ -64,17 +64,6 @@ class FeatureRows:
         sources = torch.empty(len(ids), dtype=torch.int64, device=self._device)
         out = torch.empty((len(ids), self._width), dtype=torch.float32, device=self._device)
         gather_kernels.locate_rows(len(ids), ids, self._slots, self._offsets, self._bases, sources)
-        self._copy_near(sources, out)
-        missing = ids[:0] if self._all_near else torch.nonzero(sources == gather_kernels.ELSEWHERE).flatten()
-        return out.reshape(len(ids), *self.spec.shape[1:]), missing
-
-    def join(self, out: Tensor, missing: Tensor, rows: Array) -> None:
-        """Copy rows that the CPU gathered, in the stored dtype, to the positions ``missing`` of ``out``."""
-        bfloat16 = self.spec.dtype == "bfloat16"
-        values = torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16) if bfloat16 else torch.from_numpy(rows)
-        out.index_copy_(0, missing, values.float().to(self._device))  # waits: the rows may be freed then
-
-    def _copy_near(self, sources: Tensor, out: Tensor) -> None:
         pinned, take = self._pinned, gather_kernels.take_rows
         host: Tensor | Mapped = self._empty
         scales: Tensor | Mapped = self._no_scales
@@ -85,6 +74,14 @@ class FeatureRows:
             elif self.spec.dtype == "bfloat16":
                 take = gather_kernels.take_bfloat16_rows
         take(out.numel(), sources, host, scales, self._cached, out)
+        missing = ids[:0] if self._all_near else torch.nonzero(sources == gather_kernels.ELSEWHERE).flatten()
+        return out.reshape(len(ids), *self.spec.shape[1:]), missing
+
+    def join(self, out: Tensor, missing: Tensor, rows: Array) -> None:
+        """Copy rows that the CPU gathered, in the stored dtype, to the positions ``missing`` of ``out``."""
+        bfloat16 = self.spec.dtype == "bfloat16"
+        values = torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16) if bfloat16 else torch.from_numpy(rows)
+        out.index_copy_(0, missing, values.float().to(self._device))  # waits: the rows may be freed then
 
 
 @dataclass(frozen=True)

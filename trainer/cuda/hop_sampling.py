@@ -67,8 +67,19 @@ class DeviceHops:
         nodes: Any = request.nodes
         size = len(nodes)
         trees: Any = self._no_ids if request.trees is None else request.trees
+        # Sources of the excluded edges, sorted by target, then by source, and where those of each node begin and end.
+        excluded = (self._no_ids,) * 3
+        if request.exclude is not None:
+            targets, sources = request.exclude
+            order = np.lexsort((sources, targets))
+            ordered = torch.from_numpy(targets[order]).to(self._device)
+            excluded = (
+                torch.from_numpy(sources[order]).to(self._device),
+                torch.searchsorted(ordered, nodes),
+                torch.searchsorted(ordered, nodes, right=True),
+            )
         hop = _Hop(
-            request, self._topology.edges[request.edge_type], trees, self._excluded(request),
+            request, self._topology.edges[request.edge_type], trees, excluded,
             torch.empty(size, dtype=torch.int32, device=self._device),
             torch.empty(size, dtype=torch.int64, device=self._device),
             self._no_ids, self._no_ids, self._no_values, self._no_ids,
@@ -81,7 +92,10 @@ class DeviceHops:
         return hop
 
     def _collect(self, hops: Sequence[_Hop]) -> None:
-        """Allocate work memory for the requests that need it, and list the candidates of draws with conditions."""
+        """Allocate work memory for the requests that need it, and list the candidates of draws with conditions.
+
+        Raises ``DataError`` for a weight that is negative or not finite.
+        """
         needy = [hop for hop in hops if _needs_work(hop.request)]
         totals = self._read([hop.work.sum() for hop in needy])
         for hop, total in zip(needy, totals, strict=True):
@@ -89,31 +103,48 @@ class DeviceHops:
             hop.slots = torch.empty(total, dtype=torch.int64, device=self._device)
         conditional = [hop for hop in needy if _may_have_conditions(hop.request)]
         for hop in conditional:
-            self._list_candidates(hop)
-        wrong = self._read([hop.found.min() for hop in conditional if len(hop.found)])
-        if any(number < 0 for number in wrong):
-            self._raise_wrong_weight(conditional)
-
-    def _list_candidates(self, hop: _Hop) -> None:
-        request, (excluded, begin, end) = hop.request, hop.excluded
-        nodes: Any = request.nodes
-        hop.values = torch.empty(len(hop.slots), dtype=torch.float64, device=self._device)
-        hop.found = torch.empty(len(nodes), dtype=torch.int64, device=self._device)
-        bounds: Any = self._no_ids if request.bound is None else request.bound.times
-        weights = None if request.weight is None else hop.edges.weights
-        neighbor_kernels.collect(
-            len(nodes), hop.edges.indptr.argument, hop.edges.indices.argument, nodes, request.fanout, request.shuffle,
-            request.replace, request.bound is not None and request.bound.last, request.weight is not None, request.top,
-            self._times(hop), bounds, excluded, begin, end, self._no_values if weights is None else weights.argument,
-            self._no_bits, hop.work, hop.work_begin, hop.slots, hop.values, hop.found, hop.counts,
-        )  # fmt: skip
+            request, (excluded, begin, end) = hop.request, hop.excluded
+            nodes: Any = request.nodes
+            hop.values = torch.empty(len(hop.slots), dtype=torch.float64, device=self._device)
+            hop.found = torch.empty(len(nodes), dtype=torch.int64, device=self._device)
+            bounds: Any = self._no_ids if request.bound is None else request.bound.times
+            weights = None if request.weight is None else hop.edges.weights
+            neighbor_kernels.collect(
+                len(nodes), hop.edges.indptr.argument, hop.edges.indices.argument, nodes, request.fanout,
+                request.shuffle, request.replace, request.bound is not None and request.bound.last,
+                request.weight is not None, request.top, self._times(hop), bounds, excluded, begin, end,
+                self._no_values if weights is None else weights.argument, self._no_bits, hop.work, hop.work_begin,
+                hop.slots, hop.values, hop.found, hop.counts,
+            )  # fmt: skip
+        lowest = self._read([hop.found.min() for hop in conditional if len(hop.found)])
+        for hop in conditional if any(number < 0 for number in lowest) else ():
+            wrong = torch.nonzero(hop.found < 0).flatten().tolist()
+            if wrong:  # the first edge whose weight is negative or not finite
+                edge, of = -1 - int(hop.found[wrong[0]]), hop.request.edge_type  # its global id
+                part = self._store.topology[int(self._store.books[of].part_of(np.array([edge]))[0])].edges[of]
+                raise invalid_weight(hop.request, part, edge - part.start)
 
     def _drawn(self, hop: _Hop, begins: Tensor, total: int) -> HopSample:
         request = hop.request
         if total > MOST_EDGES:
             raise too_many_edges(request)
         picks = torch.empty(total, dtype=torch.int64, device=self._device)
-        self._draw(hop, begins, picks)
+        nodes: Any = request.nodes
+        size, key, bound = len(nodes), np.uint64(request.key), request.bound
+        work_begin = hop.work_begin if _needs_work(request) else hop.work  # zeros, as no node has work
+        orig_id = self._topology.nodes[request.edge_type[2]].argument
+        if _may_have_conditions(request):
+            neighbor_kernels.draw_conditional(
+                size, hop.edges.indptr.argument, nodes, orig_id, hop.trees, request.fanout, request.shuffle,
+                request.replace, bound is not None and bound.last, request.weight is not None, request.top,
+                bound is not None, key, self._times(hop), hop.found, hop.counts, begins, hop.work, work_begin,
+                hop.slots, hop.values, hop.values.view(torch.int64), picks,
+            )  # fmt: skip
+        else:
+            neighbor_kernels.draw_picks(
+                size, hop.edges.indptr.argument, nodes, orig_id, hop.trees, request.fanout, request.shuffle,
+                request.replace, key, hop.counts, begins, hop.work, work_begin, hop.slots, picks,
+            )  # fmt: skip
         src = torch.empty(total, dtype=hop.edges.indices.tensor.dtype, device=self._device)
         take_numbers(total, hop.edges.indices.argument, picks, src)
         counts: Any = hop.counts
@@ -121,57 +152,12 @@ class DeviceHops:
         edge: Any = picks if request.with_edge else None
         return HopSample(counts, sources, edge)
 
-    def _draw(self, hop: _Hop, begins: Tensor, picks: Tensor) -> None:
-        request, nodes = hop.request, hop.request.nodes
-        size, key = len(nodes), np.uint64(request.key)
-        work_begin = hop.work_begin if _needs_work(request) else hop.work  # zeros, as no node has work
-        orig_id = self._topology.nodes[request.edge_type[2]].argument
-        if not _may_have_conditions(request):
-            neighbor_kernels.draw_picks(
-                size, hop.edges.indptr.argument, nodes, orig_id, hop.trees, request.fanout, request.shuffle,
-                request.replace, key, hop.counts, begins, hop.work, work_begin, hop.slots, picks,
-            )  # fmt: skip
-            return
-        bound = request.bound
-        neighbor_kernels.draw_conditional(
-            size, hop.edges.indptr.argument, nodes, orig_id, hop.trees, request.fanout, request.shuffle,
-            request.replace, bound is not None and bound.last, request.weight is not None, request.top,
-            bound is not None, key, self._times(hop), hop.found, hop.counts, begins, hop.work, work_begin, hop.slots,
-            hop.values, hop.values.view(torch.int64), picks,
-        )  # fmt: skip
-
     def _times(self, hop: _Hop) -> Any:
         return self._no_ids if hop.request.bound is None or hop.edges.times is None else hop.edges.times.argument
-
-    def _excluded(self, request: HopRequest) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sources of the excluded edges, sorted by target, then by source, and two tensors [n].
-
-        The two tensors state where the sources of each of the n requested nodes begin and end.
-        """
-        if request.exclude is None:
-            return (self._no_ids,) * 3
-        targets, sources = request.exclude
-        order = np.lexsort((sources, targets))
-        ordered = torch.from_numpy(targets[order]).to(self._device)
-        nodes: Any = request.nodes
-        return (
-            torch.from_numpy(sources[order]).to(self._device),
-            torch.searchsorted(ordered, nodes),
-            torch.searchsorted(ordered, nodes, right=True),
-        )
 
     def _read(self, numbers: Sequence[Tensor]) -> list[int]:
         """Copy tensors of one number each to the host, in one copy. Waits for the stream."""
         return torch.stack(list(numbers)).tolist() if numbers else []
-
-    def _raise_wrong_weight(self, hops: Sequence[_Hop]) -> None:
-        """Raise ``DataError`` for the first edge whose weight is negative or not finite."""
-        for hop in hops:
-            wrong = torch.nonzero(hop.found < 0).flatten().tolist()
-            if wrong:
-                edge, of = -1 - int(hop.found[wrong[0]]), hop.request.edge_type  # its global id
-                part = self._store.topology[int(self._store.books[of].part_of(np.array([edge]))[0])].edges[of]
-                raise invalid_weight(hop.request, part, edge - part.start)
 
 
 def _conditional(request: HopRequest) -> bool:

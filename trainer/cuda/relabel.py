@@ -81,7 +81,11 @@ class _DeviceGrowth:
         src_trees = self._trees[:0]
         if trees is not None:
             src_trees = torch.repeat_interleave(trees, counts.long(), output_size=size)
-        self._make_room(size)
+        wanted = 2 * (known + size)
+        if len(self._keys) < wanted:  # a larger table, with the nodes that the subgraph has
+            self._keys = _empty_keys((wanted - 1).bit_length(), device)
+            self._positions = torch.full_like(self._keys, _LAST)
+            self._enter(self._keys_of(self._ids, self._trees))
         keys = self._keys_of(src, src_trees)
         slots = torch.empty(size, dtype=torch.int64, device=device)
         insert(size, keys, known, self._keys, self._positions, slots)
@@ -123,14 +127,6 @@ class _DeviceGrowth:
 
     def _keys_of(self, ids: Tensor, trees: Tensor) -> Tensor:
         return trees.long() * self._num_nodes + ids if self._disjoint else ids
-
-    def _make_room(self, more: int) -> None:
-        """Make the table larger if ``more`` ids do not fit."""
-        wanted = 2 * (len(self._ids) + more)
-        if len(self._keys) < wanted:
-            self._keys = _empty_keys((wanted - 1).bit_length(), self._ops.device)
-            self._positions = torch.full_like(self._keys, _LAST)
-            self._enter(self._keys_of(self._ids, self._trees))
 
     def _enter(self, keys: Tensor) -> None:
         """Enter keys into the empty table. A key's position is the smallest index at which ``keys`` contains it."""

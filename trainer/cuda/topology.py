@@ -21,7 +21,7 @@ from trainer.cuda.launch import Mapped
 from trainer.cuda.shared_memory import JoinedArray
 from trainer.sampler.settings import bound_here
 from trainer.sampler.types import SampleSettings
-from trainer.store.part_store import EdgePart, PartStore
+from trainer.store.part_store import PartStore
 
 Place = Literal["device", "pinned"]  #: device memory, or pinned memory of the host
 
@@ -162,33 +162,27 @@ def _sources(store: PartStore, settings: Sequence[SampleSettings]) -> Iterator[_
         ids = [part.nodes[of].orig_id for part in parts]
         yield _source(of, "orig_id", ids, _widest(ids), nodes.num_nodes)
     sampled = {of for one in settings for of, fanouts in one.fanouts.items() if any(fanouts)}
-    for edge_type in manifest.edges:
-        if edge_type in sampled:
-            yield from _edge_sources(store, edge_type, [part.edges[edge_type] for part in parts], settings)
-
-
-def _edge_sources(
-    store: PartStore, of: EdgeType, parts: Sequence[EdgePart], settings: Sequence[SampleSettings]
-) -> Iterator[_Source]:  # fmt: skip
-    spec = store.manifest.edges[of]
-    firsts = [part.start for part in parts]
-    yield _source(
-        of, "indptr", [part.indptr[:-1] for part in parts], torch.int64, store.manifest.nodes[of[2]].num_nodes + 1,
-        [*firsts, spec.num_edges],
-    )  # fmt: skip
-    indices = [part.indices for part in parts]
-    yield _source(of, "indices", indices, _widest(indices), spec.num_edges)
-    for one in settings:
-        if one.time is not None and bound_here(one.time, spec):
-            times = [(part.src_times if one.time.on == "node" else part.attrs)[one.time.attr] for part in parts]
-            yield _source(of, "times", times, torch.int64, spec.num_edges)
-            break
-    for one in settings:
-        if one.weight is not None and one.weight in spec.attrs:
-            weights = [part.attrs[one.weight] for part in parts]
-            exact = all(piece.dtype.str[1:] in _SINGLE_EXACT for piece in weights)
-            yield _source(of, "weights", weights, torch.float32 if exact else torch.float64, spec.num_edges)
-            break
+    for edge_type, spec in manifest.edges.items():
+        if edge_type not in sampled:
+            continue
+        own = [part.edges[edge_type] for part in parts]
+        yield _source(
+            edge_type, "indptr", [each.indptr[:-1] for each in own], torch.int64,
+            manifest.nodes[edge_type[2]].num_nodes + 1, [*(each.start for each in own), spec.num_edges],
+        )  # fmt: skip
+        indices = [each.indices for each in own]
+        yield _source(edge_type, "indices", indices, _widest(indices), spec.num_edges)
+        for one in settings:
+            if one.time is not None and bound_here(one.time, spec):
+                times = [(each.src_times if one.time.on == "node" else each.attrs)[one.time.attr] for each in own]
+                yield _source(edge_type, "times", times, torch.int64, spec.num_edges)
+                break
+        for one in settings:
+            if one.weight is not None and one.weight in spec.attrs:
+                weights = [each.attrs[one.weight] for each in own]
+                exact = all(piece.dtype.str[1:] in _SINGLE_EXACT for piece in weights)
+                yield _source(edge_type, "weights", weights, torch.float32 if exact else torch.float64, spec.num_edges)
+                break
 
 
 def _widest(pieces: Sequence[Array]) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,3 +15,13 @@ def fast_cases(cases: Iterable[Any], *fast: Any) -> list[Any]:
     assert all(case in cases for case in fast), "a name was changed"
     marks = {True: (), False: (pytest.mark.slow,)}
     return [pytest.param(*(case if isinstance(case, tuple) else [case]), marks=marks[case in fast]) for case in cases]
+
+
+def fast_grid(*axes: Iterable[Any], share: int) -> list[Any]:
+    """Return all combinations of values as parameters. One of ``share`` is fast, such that no value is left out."""
+    return [
+        pytest.param(
+            *(value for _, value in case), marks=() if sum(k for k, _ in case) % share == 0 else pytest.mark.slow
+        )
+        for case in itertools.product(*map(enumerate, axes))
+    ]

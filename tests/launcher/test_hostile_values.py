@@ -285,7 +285,7 @@ LATER = (
     "slurm_job",
 )  #: refused by what they name
 
-QUICK = (0, 6)  #: of ``TEXTS``, in the fast tests
+QUICK = (0,)  #: of ``TEXTS``, in the fast tests
 
 
 @pytest.mark.quiet

@@ -53,6 +53,7 @@ def guests(kit: ServingKit) -> list[str]:
     return sorted(path.name for path in (kit.run_dir("toy", 0) / "clients").glob("*.key"))
 
 
+@pytest.mark.slow
 def test_serving_again_leaves_running_servers_alone(kit: ServingKit, toy: str) -> None:
     before = kit.state(toy, 0)["pid"]
     done = kit.gnnfleet("serve", "--config", "toy.yml", "--json")

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from fast_cases import fast_cases
 from gateway_kit import cluster_file, serving_parts
 from train_kit import curve, job, metrics, run_forked, run_ranks
 from trainer.core.errors import DataError, SettingsError
@@ -402,7 +401,8 @@ def _ranked(parts: str, out: str) -> None:
         Path(out, "found.json").write_text(json.dumps(found))
 
 
-@pytest.mark.parametrize(("num_parts", "ranks"), fast_cases([(1, 1), (4, 3)], (1, 1)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_parts", "ranks"), [(1, 1), (4, 3)])
 def test_ranks_at_the_time_of_each_link_equal_a_reference(tmp_path: Path, num_parts: int, ranks: int) -> None:
     parts = likes(tmp_path / "likes", num_parts)
     for each in run_forked(_ranked, (str(parts), str(tmp_path)), ranks):

@@ -9,7 +9,7 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 
-from fast_cases import fast_cases
+from fast_cases import fast_cases, fast_grid
 from load_kit import CITES, WRITES, hetero_data, homo_data, parts_of
 from oracle import assert_identical, hosts_of, loader_of
 from service_kit import new_keys
@@ -69,9 +69,9 @@ def arguments_of(data, how, seeds=19):
     return {**given, "num_neighbors": [4, 3], "batch_size": 8, "shuffle": True, "seed": 4}
 
 
-@pytest.mark.parametrize(("how", "load"), GRID)
-@pytest.mark.parametrize("kind", MAKE)
-def test_every_batch_is_bit_identical(graphs, kind, how, load):
+@pytest.mark.parametrize(("kind", "case"), fast_grid(MAKE, GRID, share=3))
+def test_every_batch_is_bit_identical(graphs, kind, case):
+    how, load = case
     data = graphs[kind, "memory"]
     arguments = arguments_of(data, HOW[how])
     expected = list(loader_of(graphs[kind, "1 parts"], load, arguments))

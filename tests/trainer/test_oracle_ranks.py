@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 
+from fast_cases import fast_grid
 from load_kit import CITES, hetero_data, homo_data, parts_of
 from oracle import facts, hosts_of, layout_of, loader_of, trees
 from trainer.graph.seed_order import RankLayout
@@ -56,17 +57,12 @@ def arguments_of(kind, how, load):
     return {**given, "shuffle": True, "seed": 6}
 
 
-CASES = [
-    pytest.param(how, load, marks=pytest.mark.slow if load == "triplet" else [])
-    for how in HOW
-    for load in LOADS
-    if load != "nodes" or how not in LINKS_ONLY
-]
+CASES = [(how, load) for how in HOW for load in LOADS if load != "nodes" or how not in LINKS_ONLY]
 
 
-@pytest.mark.parametrize(("how", "load"), CASES)
-@pytest.mark.parametrize("kind", TYPES)
-def test_samples_are_equal_on_one_two_and_three_ranks(hosts, kind, how, load):
+@pytest.mark.parametrize(("kind", "case"), fast_grid(TYPES, CASES, share=3))
+def test_samples_are_equal_on_one_two_and_three_ranks(hosts, kind, case):
+    how, load = case
     arguments, of = arguments_of(kind, HOW[how], load), dict(zip(("target", "link"), TYPES[kind], strict=True))
     if load == "nodes":
         of["link"] = None

@@ -306,13 +306,7 @@ def written(out: Path, parts: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "case",
-    [
-        "homo/Own",
-        "hetero/Typed",
-        "hetero/torch_geometric.nn.GraphSAGE",
-        "links",
-        pytest.param("degrees", marks=pytest.mark.slow),
-    ],
+    fast_cases(["homo/Own", "hetero/Typed", "hetero/torch_geometric.nn.GraphSAGE", "links", "degrees"], "hetero/Typed"),
 )
 def test_inference_of_other_classes_uses_sampled_neighbours_and_says_so(
     case: str, homo: Path, hetero: Path, alone: Path, tmp_path: Path

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fast_cases import fast_grid
 from graphs import bipartite, empty, graph, odd, ring, skewed, star
 from partition_kit import assert_sound, assert_whole, by_hand, odd_types, with_nodes, written
 from trainer.core.errors import PartitionError
@@ -30,9 +31,7 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("method", ["metis", "hash"])
-@pytest.mark.parametrize("num_parts", [1, 2, 5])
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(("name", "num_parts", "method"), fast_grid(GRAPHS, [1, 2, 5], ["metis", "hash"], share=2))
 def test_the_parts_together_hold_the_whole_graph(tmp_path, name, num_parts, method):
     dataset = GRAPHS[name]()
     if num_parts > dataset.num_nodes:

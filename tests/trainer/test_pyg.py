@@ -7,6 +7,7 @@ import torch
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
 from torch_geometric.sampler import neighbor_sampler
 
+from fast_cases import fast_grid
 from load_kit import CITES, WRITES, assert_same, hetero_data, homo_data, parts_of
 from pyg_reference import link_loader
 from trainer import DistLinkNeighborLoader, DistNeighborLoader
@@ -35,9 +36,7 @@ def data_of(links):
     return homo_data() if LINKS[links] is None else hetero_data()
 
 
-@pytest.mark.parametrize("links", LINKS)
-@pytest.mark.parametrize("negatives", NEGATIVES)
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("how", "negatives", "links"), fast_grid(HOW, NEGATIVES, LINKS, share=2))
 def test_link_batches_equal_torch_geometrics_in_every_attribute(monkeypatch, how, negatives, links):
     # torch_geometric gets gnnfleet's negatives in place of its own; everything else is torch_geometric's.
     data, edge_type = data_of(links), LINKS[links]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from cache_kit import ready
+from fast_cases import fast_grid
 from load_kit import CITES, COUNTS, hetero_data, homo_data, parts_of
 from oracle import assert_identical, hosts_of, loader_of
 from partitions import write_store
@@ -98,8 +99,7 @@ def host_of(data, topology, cache, held):
     return graph, others
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(("kind", "how"), fast_grid(MAKE, HOW, share=2))
 def test_topology_cache_and_held_rows_do_not_change_batches(kind, how) -> None:
     data = MAKE[kind]()
     load = "binary" if how in ("uniform", "induced") else "nodes"

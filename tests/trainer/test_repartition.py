@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from fast_cases import fast_cases
 from foreign_kit import assert_same_graph
 from partition_kit import flip_byte, odd_types, written
 from trainer.core.errors import PartitionError
@@ -37,11 +38,12 @@ def differing(first, second):
     return [name for each in others for name in each]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"rows": "int8"}, {"rows": "float16", "clusters": 2}, {"method": "hash", "seed": 5}, {"method": "frequency"}],
-    ids=str,
-)
+CHANGES = [
+    {}, {"rows": "int8"}, {"rows": "float16", "clusters": 2}, {"method": "hash", "seed": 5}, {"method": "frequency"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", fast_cases(CHANGES, CHANGES[2], CHANGES[3]), ids=str)
 def test_a_repartitioned_folder_equals_one_that_was_made_so(changes, tmp_path):
     # All files are equal, the manifest with its fingerprint included.
     before, after = (made(tmp_path / f"made-{count}", count, **changes) for count in (3, 2))

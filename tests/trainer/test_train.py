@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from fast_cases import fast_grid
 from graphs import graph
 from train_kit import (
     REPOSITORY,
@@ -184,8 +185,7 @@ TRAINABLE = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", TRAINABLE)
+@pytest.mark.parametrize(("name", "model"), fast_grid(TRAINABLE, MODELS, share=3))
 def test_unusual_graphs_train(name: str, model: str, tmp_path: Path) -> None:
     parts = edge_case(tmp_path / "parts", *TRAINABLE[name])
     result = train(job(parts, tmp_path, model=model, batch_size=3, fanouts=(2, 2), hidden=8), Ranks())

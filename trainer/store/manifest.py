@@ -201,11 +201,43 @@ def parse_manifest(text: bytes, path: str | Path) -> Manifest:
             "make the partition again with this version"
         )
     try:
-        manifest = _from_json(raw)
+        nodes: dict[NodeType, NodeSpec] = {}
+        for name, value in raw["nodes"].items():
+            if not isinstance(of := type_of(name), str):
+                raise ValueError(f"{name!r} is not a node type")
+            nodes[of] = convert(value, NodeSpec)
+        edges: dict[EdgeType, EdgeSpec] = {}
+        for name, value in raw["edges"].items():
+            of = type_of(name)
+            if isinstance(of, str) or not {of[0], of[2]} <= nodes.keys():
+                raise ValueError(f"{name!r} is not an edge type between the node types")
+            edges[of] = convert(value, EdgeSpec)
+        plain = convert({**raw, "nodes": {}, "edges": {}}, Manifest)
+
+        # Numbers of rows must fit together, and names are those of files.
+        _check_attrs(plain.graph_attrs)
+        every: list[NodeSpec | EdgeSpec] = [*nodes.values(), *edges.values()]
+        for spec in every:
+            count = spec.num_nodes if isinstance(spec, NodeSpec) else spec.num_edges
+            _check_attrs(spec.attrs, count)
+            ends = spec.offsets[:1] + spec.offsets[-1:]
+            if len(spec.offsets) != plain.num_parts + 1 or ends != (0, count):
+                raise ValueError(f"offsets must be num_parts + 1 numbers from 0 to {count}")
+            if any(low > high for low, high in pairwise(spec.offsets)):
+                raise ValueError("offsets must not decrease")
+        _check_names([*plain.time_attrs, *(name for spec in nodes.values() for name in spec.splits),
+                      *(name for spec in edges.values() for name in spec.src_times)])  # fmt: skip
+        for entry in plain.files:
+            if not re.fullmatch(r"(shared|part\d+)(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)+", entry.path):
+                raise ValueError(f"path {entry.path!r} does not begin with shared/ or part<p>/")
+            if entry.part_id is not None and entry.part_id >= plain.num_parts:
+                raise ValueError(
+                    f"path {entry.path!r} belongs to a part that does not exist; num_parts is {plain.num_parts}"
+                )
+        return replace(plain, nodes=nodes, edges=edges)
     except (KeyError, TypeError, ValueError, AttributeError, DataError) as error:
         reason = f"key {error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise PartitionError(f"{path} is invalid: {reason}; make the partition again") from error
-    return manifest
 
 
 def write_manifest(folder: str | Path, manifest: Manifest) -> Path:
@@ -256,43 +288,6 @@ def _layout(value: Any, depth: int = 0) -> str:
         lines = [f"{indent} {json.dumps(key)}: {_layout(item, depth + 1)}" for key, item in value.items()]
         return "{" + ",".join(lines) + indent + "}"
     return "[" + ",".join(f"{indent} {_layout(item, depth + 1)}" for item in value) + indent + "]"
-
-
-def _from_json(raw: dict[str, Any]) -> Manifest:
-    nodes: dict[NodeType, NodeSpec] = {}
-    for name, value in raw["nodes"].items():
-        if not isinstance(of := type_of(name), str):
-            raise ValueError(f"{name!r} is not a node type")
-        nodes[of] = convert(value, NodeSpec)
-    edges: dict[EdgeType, EdgeSpec] = {}
-    for name, value in raw["edges"].items():
-        of = type_of(name)
-        if isinstance(of, str) or not {of[0], of[2]} <= nodes.keys():
-            raise ValueError(f"{name!r} is not an edge type between the node types")
-        edges[of] = convert(value, EdgeSpec)
-    plain = convert({**raw, "nodes": {}, "edges": {}}, Manifest)
-
-    # Numbers of rows must fit together, and names are those of files.
-    _check_attrs(plain.graph_attrs)
-    every: list[NodeSpec | EdgeSpec] = [*nodes.values(), *edges.values()]
-    for spec in every:
-        count = spec.num_nodes if isinstance(spec, NodeSpec) else spec.num_edges
-        _check_attrs(spec.attrs, count)
-        ends = spec.offsets[:1] + spec.offsets[-1:]
-        if len(spec.offsets) != plain.num_parts + 1 or ends != (0, count):
-            raise ValueError(f"offsets must be num_parts + 1 numbers from 0 to {count}")
-        if any(low > high for low, high in pairwise(spec.offsets)):
-            raise ValueError("offsets must not decrease")
-    _check_names([*plain.time_attrs, *(name for spec in nodes.values() for name in spec.splits),
-                  *(name for spec in edges.values() for name in spec.src_times)])  # fmt: skip
-    for entry in plain.files:
-        if not re.fullmatch(r"(shared|part\d+)(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)+", entry.path):
-            raise ValueError(f"path {entry.path!r} does not begin with shared/ or part<p>/")
-        if entry.part_id is not None and entry.part_id >= plain.num_parts:
-            raise ValueError(
-                f"path {entry.path!r} belongs to a part that does not exist; num_parts is {plain.num_parts}"
-            )
-    return replace(plain, nodes=nodes, edges=edges)
 
 
 def _check_attrs(specs: Mapping[str, AttrSpec], rows: int | None = None) -> None:

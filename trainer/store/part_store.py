@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -194,7 +194,14 @@ def open_parts(
         files.check_ranges()
     larger = not fits_in_memory(files.num_bytes)
     if larger:
-        read_at_random(array for part in (*parts.values(), *replicas.values()) for array in _arrays(part))
+        for part in (*parts.values(), *replicas.values()):
+            for nodes in part.nodes.values():
+                read_at_random((nodes.orig_id, *nodes.attrs.values(), *nodes.scales.values()))
+            for edges in part.edges.values():
+                read_at_random((edges.indptr, edges.indices, edges.orig_id))
+                read_at_random((*edges.attrs.values(), *edges.src_times.values(), *edges.scales.values()))
+                if edges.endpoints is not None:
+                    read_at_random((edges.endpoints,))
     return PartStore(
         folder=root,
         manifest=manifest,
@@ -206,16 +213,6 @@ def open_parts(
         files=tuple(files.opened),
         larger_than_memory=larger,
     )
-
-
-def _arrays(part: Part) -> Iterator[Array]:
-    for nodes in part.nodes.values():
-        yield from (nodes.orig_id, *nodes.attrs.values(), *nodes.scales.values())
-    for edges in part.edges.values():
-        yield from (edges.indptr, edges.indices, edges.orig_id)
-        yield from (*edges.attrs.values(), *edges.src_times.values(), *edges.scales.values())
-        if edges.endpoints is not None:
-            yield edges.endpoints
 
 
 @dataclass(frozen=True)

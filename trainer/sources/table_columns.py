@@ -79,35 +79,9 @@ def check_numbers(scan: Scan, columns: Iterable[str], role: str, fill: float | N
         of = scan.types[name]
         if of != "VARCHAR" and not is_number_type(of):
             raise DataError(f"{scan.where}: {role} {name!r} is {of}, expected numbers or lists of numbers")
-    whole = _check_scalars(scan, scalars, role, fill)
-    found = []
-    for name in names:
-        if name not in whole:
-            integers = role == "attributes" and list_type(scan.types[name]) in _INTEGERS
-            sql = f"CAST({quoted(name)} AS {'BIGINT' if integers else 'FLOAT'}[])"
-            _refuse(scan, name, f"{quoted(name)} IS NULL", "every row needs a list of numbers")
-            length = _list_length(scan, name, role)
-            finite = (
-                f"[coalesce(abs(v) <= {LARGEST}, false) FOR v IN CAST({quoted(name)} AS DOUBLE[])]"  # false for NaN
-            )
-            advice = "lists must not contain missing values, NaN or infinity; `fill` does not apply to lists"
-            _refuse(scan, name, f"NOT list_bool_and({finite})", advice)
-            found.append(NumberColumn(name, sql, length, integers))
-            continue
-        number = as_double(name, scan.types[name])
-        sql = _as_integer(name, scan.types[name]) if whole[name] else number
-        if fill is not None:
-            filled = int(fill) if whole[name] else fill
-            sql = f"CASE WHEN {number} IS NULL OR isnan({number}) THEN {filled!r} ELSE {sql} END"
-        found.append(NumberColumn(name, sql, 0, whole[name]))
-    return found
-
-
-def _check_scalars(scan: Scan, names: list[str], role: str, fill: float | None) -> dict[str, bool]:
-    """Check columns of numbers. Return for each column whether it is to be stored as integers."""
-    whole: dict[str, bool] = {}
-    for begin in range(0, len(names), 200):  # columns of a query; more would make it slow to plan
-        some, inner, outer = names[begin : begin + 200], [], []
+    whole: dict[str, bool] = {}  # whether a column is to be stored as integers
+    for begin in range(0, len(scalars), 200):  # columns of a query; more would make it slow to plan
+        some, inner, outer = scalars[begin : begin + 200], [], []
         for k, name in enumerate(some):
             number = f"gf_number{k}"
             inner += [f"{as_double(name, scan.types[name])} AS {number}", f"{quoted(name)} AS gf_column{k}"]
@@ -123,18 +97,38 @@ def _check_scalars(scan: Scan, names: list[str], role: str, fill: float | None) 
         for k, name in enumerate(some):
             *counts, integral = row[k * len(row) // len(some) : (k + 1) * len(row) // len(some)]
             faults = _faults(quoted(name), as_double(name, scan.types[name]))
-            found = dict(zip(faults, counts, strict=True))
-            has_gaps = found["missing"] or found["NaN"]
+            counted = dict(zip(faults, counts, strict=True))
+            has_gaps = counted["missing"] or counted["NaN"]
             fits = fill is None or not has_gaps or (fill.is_integer() and abs(fill) < 1 << 63)
             whole[name] = bool(integral) and fits
             for kind, (condition, advice) in faults.items():
-                count = found[kind]
+                count = counted[kind]
                 if not count or (fill is not None and kind in ("missing", "NaN")):
                     continue
                 if kind == "missing":
                     scan.check_file_columns([name])
                 raise DataError(f"{scan.first(name, condition)} ({count:,} such rows); {role} of {scan.where} {advice}")
-    return whole
+
+    found = []
+    for name in names:
+        if name not in whole:
+            integers = role == "attributes" and list_type(scan.types[name]) in _INTEGERS
+            sql = f"CAST({quoted(name)} AS {'BIGINT' if integers else 'FLOAT'}[])"
+            _refuse(scan, name, f"{quoted(name)} IS NULL", "every row needs a list of numbers")
+            length = _list_length(scan, name, role)
+            # false for NaN
+            finite = f"[coalesce(abs(v) <= {LARGEST}, false) FOR v IN CAST({quoted(name)} AS DOUBLE[])]"
+            advice = "lists must not contain missing values, NaN or infinity; `fill` does not apply to lists"
+            _refuse(scan, name, f"NOT list_bool_and({finite})", advice)
+            found.append(NumberColumn(name, sql, length, integers))
+            continue
+        number = as_double(name, scan.types[name])
+        sql = _as_integer(name, scan.types[name]) if whole[name] else number
+        if fill is not None:
+            filled = int(fill) if whole[name] else fill
+            sql = f"CASE WHEN {number} IS NULL OR isnan({number}) THEN {filled!r} ELSE {sql} END"
+        found.append(NumberColumn(name, sql, 0, whole[name]))
+    return found
 
 
 def _faults(column: str, number: str) -> dict[str, tuple[str, str]]:

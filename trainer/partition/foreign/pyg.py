@@ -70,7 +70,25 @@ class _Partition:
         maps = {of: load_array(self.folder / file) for of, file in files.items()}
         counts = {of: array.rows for of, array in maps.items()}
         parts = {of: part_numbers(a.values, a.rows, num_parts, a.place) for of, a in maps.items()}
-        nodes = {of: self._node_attrs(of, counts) for of in self.node_types}
+        nodes = {}
+        for of, start in _starts(counts).items():
+            pieces: dict[str, list[tuple[Array, RawArray]]] = {}
+            whole: dict[str, RawArray] = {}
+            for part_id in range(num_parts):
+                content, place = self._of(part_id, "node_feats", of)
+                if not content:
+                    continue
+                ids = _tensor(content, "id" if "id" in content else "global_id", place).values
+                ids = ids if "id" in content else ids - start
+                for name, value in {**(content.get("feats") or {}), **_present(content, "time")}.items():
+                    if value is None:
+                        continue
+                    array = tensor_array(value, f"{place} [{name}]")
+                    if name == "time" and array.rows == counts[of]:  # every part has the times of all nodes
+                        whole[name] = array
+                    else:
+                        pieces.setdefault(name, []).append((ids, array))
+            nodes[of] = {**self._assembled(pieces, counts[of], f"node{of_type(of)}"), **whole}
         edges = {of: self._edge_arrays(of, counts) for of in self.edge_types}
         raw = RawGraph(graph_name(self.folder), {}, nodes, edges, counts, hetero=self.hetero)
         return ForeignGraph(raw, parts, num_parts)
@@ -100,26 +118,6 @@ class _Partition:
             return content, place
         typed = content.get(of, {})
         return (typed if isinstance(typed, Mapping) else {}), f"{place} [{type_name(of)}]"
-
-    def _node_attrs(self, of: NodeType, counts: Mapping[NodeType, int]) -> dict[str, RawArray]:
-        pieces: dict[str, list[tuple[Array, RawArray]]] = {}
-        whole: dict[str, RawArray] = {}
-        start = _starts(counts)[of]
-        for part_id in range(len(self._parts)):
-            content, place = self._of(part_id, "node_feats", of)
-            if not content:
-                continue
-            ids = _tensor(content, "id" if "id" in content else "global_id", place).values
-            ids = ids if "id" in content else ids - start
-            for name, value in {**(content.get("feats") or {}), **_present(content, "time")}.items():
-                if value is None:
-                    continue
-                array = tensor_array(value, f"{place} [{name}]")
-                if name == "time" and array.rows == counts[of]:  # every part has the times of all nodes
-                    whole[name] = array
-                else:
-                    pieces.setdefault(name, []).append((ids, array))
-        return {**self._assembled(pieces, counts[of], f"node{of_type(of)}"), **whole}
 
     def _edge_arrays(self, of: EdgeType, counts: Mapping[NodeType, int]) -> dict[str, RawArray]:
         all_ids: list[tuple[Array, str]] = []

@@ -107,18 +107,6 @@ def hash_part(node_type: NodeType, orig_ids: Array, num_parts: int, seed: int) -
     return part
 
 
-def _random_parts(joined: JoinedNodes, num_parts: int, seed: int) -> Part:
-    """Assign nodes to parts at random, and return the part of each node, int32 [total].
-
-    The sizes of parts differ by at most one node, over all types and within each type.
-    """
-    part = np.empty(joined.total, np.int32)
-    for (node_type, start), own in zip(joined.starts.items(), joined.split(part).values(), strict=True):
-        order = np.argsort(_keys(node_type, np.arange(len(own)), seed), kind="stable")
-        own[order] = (start + np.arange(len(own))) % num_parts
-    return part
-
-
 def _keys(node_type: NodeType, ids: Array, seed: int) -> Array:
     salt = int.from_bytes(hashlib.sha256(node_type.encode()).digest()[:8], "little")
     start = np.uint64((salt ^ ((seed + 1) * int(GOLDEN))) % 2**64)
@@ -185,7 +173,11 @@ def assign_parts(
         fanouts = fanouts_of(resolved["fanouts"])
         part = frequency_assignment(dataset, joined, num_parts, seed, fanouts, resolved["balance"])
     elif method == "random":
-        part = _random_parts(joined, num_parts, seed)
+        # The sizes of parts differ by at most one node, over all types and within each type.
+        part = np.empty(joined.total, np.int32)
+        for (node_type, start), own in zip(joined.starts.items(), joined.split(part).values(), strict=True):
+            order = np.argsort(_keys(node_type, np.arange(len(own)), seed), kind="stable")
+            own[order] = (start + np.arange(len(own))) % num_parts
     else:
         by_type = [hash_part(of, np.arange(nodes.num_nodes), num_parts, seed) for of, nodes in dataset.nodes.items()]
         part = np.concatenate(by_type)

@@ -19,9 +19,10 @@ def fast_cases(cases: Iterable[Any], *fast: Any) -> list[Any]:
 
 def fast_grid(*axes: Iterable[Any], share: int) -> list[Any]:
     """Return all combinations of values as parameters. One of ``share`` is fast, such that no value is left out."""
-    return [
-        pytest.param(
-            *(value for _, value in case), marks=() if sum(k for k, _ in case) % share == 0 else pytest.mark.slow
-        )
-        for case in itertools.product(*map(enumerate, axes))
-    ]
+    cases = list(itertools.product(*map(enumerate, axes)))
+    fast = [case for case in cases if sum(k for k, _ in case) % share == 0]
+    assert {one for case in fast for one in enumerate(k for k, _ in case)} == {
+        one for case in cases for one in enumerate(k for k, _ in case)
+    }, "a value is left out: choose a smaller share"
+    marks = {True: (), False: (pytest.mark.slow,)}
+    return [pytest.param(*(value for _, value in case), marks=marks[case in fast]) for case in cases]

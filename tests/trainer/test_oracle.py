@@ -69,7 +69,7 @@ def arguments_of(data, how, seeds=19):
     return {**given, "num_neighbors": [4, 3], "batch_size": 8, "shuffle": True, "seed": 4}
 
 
-@pytest.mark.parametrize(("kind", "case"), fast_grid(MAKE, GRID, share=3))
+@pytest.mark.parametrize(("kind", "case"), fast_grid(MAKE, GRID, share=2))
 def test_every_batch_is_bit_identical(graphs, kind, case):
     how, load = case
     data = graphs[kind, "memory"]

@@ -60,7 +60,7 @@ def arguments_of(kind, how, load):
 CASES = [(how, load) for how in HOW for load in LOADS if load != "nodes" or how not in LINKS_ONLY]
 
 
-@pytest.mark.parametrize(("kind", "case"), fast_grid(TYPES, CASES, share=3))
+@pytest.mark.parametrize(("kind", "case"), fast_grid(TYPES, CASES, share=2))
 def test_samples_are_equal_on_one_two_and_three_ranks(hosts, kind, case):
     how, load = case
     arguments, of = arguments_of(kind, HOW[how], load), dict(zip(("target", "link"), TYPES[kind], strict=True))

@@ -322,6 +322,11 @@ def test_fingerprint_follows_options_and_files(tmp_path):
     assert dataset_fingerprint("file", source) != before
 
 
+def test_a_download_folder_that_cannot_exist_is_reported_when_it_is_read(tmp_path):
+    source = str(tmp_path / ("a" * 300))  # too long a name for a file
+    assert dataset_fingerprint("KarateClub", source) == dataset_fingerprint("KarateClub")
+
+
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason=NO_DEBIAN)
 def test_debian():
     dataset = load_dataset("file", str(DEBIAN))

@@ -86,7 +86,7 @@ def dataset_fingerprint(name: str, source: str | None = None, options: Mapping[s
     elif name == "file" and isinstance(parsed, SourceOptions):
         found = source_files(source, parsed)
     folder = Path(os.path.expanduser(str(source)))
-    is_folder, files = folder.is_dir(), []
+    is_folder, files = os.path.isdir(folder), []  # False for every path that cannot exist
     for path in found:  # by its place in the folder ``source``; by its name if ``source`` is a file
         inside = is_folder and path.is_relative_to(folder)
         place = path.relative_to(folder).as_posix() if inside else path.as_posix() if is_folder else path.name

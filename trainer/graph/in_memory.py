@@ -19,7 +19,7 @@ from trainer.data.edges import first_outside
 from trainer.data.memory import dataset_of, shared_array
 from trainer.graph.environment import this_process
 from trainer.graph.open import Graph
-from trainer.partition.cut import EdgeCut, relabel
+from trainer.partition.cut import EdgeCut, Relabelling, relabel
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.store.manifest import AttrSpec, EdgeSpec, Manifest, NodeSpec
@@ -125,35 +125,7 @@ def graph_of(dataset: Dataset, source: Any = None) -> Graph:
         # Times must be contiguous to gather rows from them.
         times = {name: np.ascontiguousarray(data.attrs[name]) for name in dataset.time_attrs if name in data.attrs}
         nodes[of] = NodePart(0, labels[of].orig_id, {**data.attrs, **times})
-    edges: dict[EdgeType, EdgePart] = {}
-    for edge_type, links in dataset.edges.items():
-        edge_index = np.ascontiguousarray(links.edge_index)
-        if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
-            raise DataError(
-                f"edge_index of {edge_type}: {edge_index.dtype} {list(edge_index.shape)}; expected integer node ids"
-                " [2, num_edges]"
-            )
-        for ids, end in zip(edge_index, edge_type[::2], strict=True):
-            num_nodes = dataset.nodes[end].num_nodes
-            if (position := int(first_outside(ids, num_nodes))) >= 0:
-                raise DataError(
-                    f"edge_index of {edge_type}: {ids[position]} at position {position}, but {end!r} has {num_nodes}"
-                    " nodes; set num_nodes, or correct the edges"
-                )
-        cut = EdgeCut.of(edge_index, labels[edge_type[0]], labels[edge_type[2]])
-        (group,) = cut.sorted_edges()
-        indices, orig_id = (column() for column in group.columns)
-        source_attrs = dataset.nodes[edge_type[0]].attrs
-        times = {name: source_attrs[name] for name in dataset.time_attrs if name in source_attrs}
-        edges[edge_type] = EdgePart(
-            start=0,
-            indptr=cut.part_indptr(0),
-            indices=indices,
-            orig_id=orig_id,
-            attrs=_ReorderedRows(links.attrs, orig_id),
-            src_times={name: values[indices].astype(np.int64) for name, values in times.items()},
-            endpoints=edge_index.T,
-        )
+    edges = {of: _edge_part(dataset, of, data, labels) for of, data in dataset.edges.items()}
     splits = {(of, name): ids for of, data in dataset.nodes.items() for name, ids in data.splits.items()}
     part = Part(0, nodes, edges)
     manifest = Manifest(
@@ -174,6 +146,35 @@ def graph_of(dataset: Dataset, source: Any = None) -> Graph:
     )  # fmt: skip
     store = PartStore(Path(f"{dataset.name} in memory"), manifest, {0: part}, {}, splits, dataset.graph_attrs)
     return Graph(store, DistGraph(LocalGraph(store), {}), ranks=this_process(), source=source)
+
+
+def _edge_part(dataset: Dataset, of: EdgeType, data: EdgeData, labels: Mapping[NodeType, Relabelling]) -> EdgePart:
+    edge_index = np.ascontiguousarray(data.edge_index)
+    if edge_index.ndim != 2 or len(edge_index) != 2 or edge_index.dtype.kind not in "iu":
+        raise DataError(
+            f"edge_index of {of}: {edge_index.dtype} {list(edge_index.shape)}; expected integer node ids [2, num_edges]"
+        )
+    for ids, end in zip(edge_index, of[::2], strict=True):
+        num_nodes = dataset.nodes[end].num_nodes
+        if (position := int(first_outside(ids, num_nodes))) >= 0:
+            raise DataError(
+                f"edge_index of {of}: {ids[position]} at position {position}, but {end!r} has {num_nodes} nodes;"
+                " set num_nodes, or correct the edges"
+            )
+    cut = EdgeCut.of(edge_index, labels[of[0]], labels[of[2]])
+    (group,) = cut.sorted_edges()
+    indices, orig_id = (column() for column in group.columns)
+    source_attrs = dataset.nodes[of[0]].attrs
+    times = {name: source_attrs[name] for name in dataset.time_attrs if name in source_attrs}
+    return EdgePart(
+        start=0,
+        indptr=cut.part_indptr(0),
+        indices=indices,
+        orig_id=orig_id,
+        attrs=_ReorderedRows(data.attrs, orig_id),
+        src_times={name: values[indices].astype(np.int64) for name, values in times.items()},
+        endpoints=edge_index.T,
+    )
 
 
 class _ReorderedRows(Mapping[str, Array]):

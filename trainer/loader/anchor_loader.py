@@ -143,10 +143,10 @@ class DistAnchorNeighborLoader(DistNeighborLoader):
         if RANDOM in self._negatives:
             weight = None
             if power:
-                degrees = np.zeros(graph.manifest.nodes[self._leading[0]].num_nodes)
+                weight = np.zeros(graph.manifest.nodes[self._leading[0]].num_nodes)
                 for _, src, _ in edges_in_order(StoredEndpoints(graph, self._leading)):
-                    degrees += np.bincount(src, minlength=len(degrees))
-                weight = degrees**power
+                    weight += np.bincount(src, minlength=len(weight))
+                weight **= power
             self._draw = node_draw(graph, self.edge_type[2], weight, self.settings)
 
     def inputs_digest(self) -> str:

@@ -98,8 +98,11 @@ def node_draw(graph: Graph, of: NodeType, weight: Array | None, settings: Sample
     """
     time, spec, times = settings.time, graph.manifest.nodes[of], None
     if time is not None and time.on == "node" and time.attr in spec.attrs:
-        nodes = graph.store.to_global(of, np.arange(spec.num_nodes))
-        times = graph.access.gather([RowRequest(of, nodes, (time.attr,))])[0][time.attr]
+        # The ids are freed before the times are sorted.
+        (rows,) = graph.access.gather(
+            [RowRequest(of, graph.store.to_global(of, np.arange(spec.num_nodes)), (time.attr,))]
+        )
+        times = rows[time.attr]
     return NegativeDraw(spec.num_nodes, weight, times)
 
 

@@ -6,7 +6,7 @@ torch.distributed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -287,12 +287,8 @@ class WholeGraph:
 
         ``before``: output of the previous layer.
         """
-        ending, chunks = [edge_type for edge_type in need.edge_types if edge_type[2] == of], list[Ids]()
-        for piece in self.shares[of].own(self.group.rank):
-            cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * _EDGES_PER_NODE)
-            numbers = np.floor(np.cumsum(cost) - cost / 2).astype(np.int64)
-            chunks += np.split(np.arange(piece.first, piece.last), np.flatnonzero(np.diff(numbers)) + 1)
         # Ranks with fewer chunks compute empty ones.
+        chunks = list(self._chunks(of, need))
         rows, done = None, 0
         for place in range(max(self.group.gather(len(chunks)))):
             ids = chunks[place] if place < len(chunks) else np.empty(0, np.int64)
@@ -361,6 +357,14 @@ class WholeGraph:
             num_nodes={of: (chunk.num_dst[of], len(ids)) for of, ids in chunk.ids.items()},
             categories=category_codes(self.categories, found),
         )  # fmt: skip
+
+    def _chunks(self, of: NodeType, need: LayerNeed) -> Iterator[Ids]:
+        ending = [edge_type for edge_type in need.edge_types if edge_type[2] == of]
+        for piece in self.shares[of].own(self.group.rank):
+            cost = 1 / self.nodes_at_once + self._degrees(piece, of, ending) / (self.nodes_at_once * _EDGES_PER_NODE)
+            number = np.floor(np.cumsum(cost) - cost / 2).astype(np.int64)
+            cuts = np.flatnonzero(np.diff(number)) + 1
+            yield from np.split(np.arange(piece.first, piece.last), cuts)
 
     def _degrees(self, piece: NodeRange, of: NodeType, ending: list[EdgeType]) -> Ids:
         """Return the in-degree of each node of ``piece``, to limit the size of chunks.

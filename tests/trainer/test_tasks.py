@@ -217,7 +217,7 @@ def test_an_output_of_nan_is_wrong_in_every_metric() -> None:
 
 
 def test_scores_that_do_not_fit_into_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.train.tasks.choose.MOST_SCORES", 100)
+    monkeypatch.setattr("trainer.train.tasks.choose._MOST_SCORES", 100)
     message = "roc_auc: the scores of a split would take 0 MB on each process, more than 0 MB; leave them out"
     with pytest.raises(SettingsError, match=message):
         folder = parts_of(tmp_path / "parts", np.arange(NODES) % 3)

@@ -55,7 +55,35 @@ class DeviceHops:
         weight is negative or not finite.
         """
         hops = [self._counted(request) for request in requests]
-        self._collect(hops)
+        # Work memory for the requests that need it, and the candidates of draws with conditions.
+        needy = [hop for hop in hops if _needs_work(hop.request)]
+        sizes = self._read([hop.work.sum() for hop in needy])
+        for hop, size in zip(needy, sizes, strict=True):
+            hop.work_begin = begins_of(hop.work)
+            hop.slots = torch.empty(size, dtype=torch.int64, device=self._device)
+        conditional = [hop for hop in needy if _may_have_conditions(hop.request)]
+        for hop in conditional:
+            request, (excluded, begin, end) = hop.request, hop.excluded
+            nodes: Any = request.nodes
+            hop.values = torch.empty(len(hop.slots), dtype=torch.float64, device=self._device)
+            hop.found = torch.empty(len(nodes), dtype=torch.int64, device=self._device)
+            bounds: Any = self._no_ids if request.bound is None else request.bound.times
+            weights = None if request.weight is None else hop.edges.weights
+            neighbor_kernels.collect(
+                len(nodes), hop.edges.indptr.argument, hop.edges.indices.argument, nodes, request.fanout,
+                request.shuffle, request.replace, request.bound is not None and request.bound.last,
+                request.weight is not None, request.top, self._times(hop), bounds, excluded, begin, end,
+                self._no_values if weights is None else weights.argument, self._no_bits, hop.work, hop.work_begin,
+                hop.slots, hop.values, hop.found, hop.counts,
+            )  # fmt: skip
+        lowest = self._read([hop.found.min() for hop in conditional if len(hop.found)])
+        for hop in conditional if any(number < 0 for number in lowest) else ():
+            wrong = torch.nonzero(hop.found < 0).flatten().tolist()
+            if wrong:  # the first edge whose weight is negative or not finite
+                edge, of = -1 - int(hop.found[wrong[0]]), hop.request.edge_type  # its global id
+                part = self._store.topology[int(self._store.books[of].part_of(np.array([edge]))[0])].edges[of]
+                raise invalid_weight(hop.request, part, edge - part.start)
+        # The draws.
         begins = [begins_of(hop.counts) for hop in hops]
         totals = self._read([hop.counts.sum(dtype=torch.int64) for hop in hops])
         return [self._drawn(*each) for each in zip(hops, begins, totals, strict=True)]
@@ -90,39 +118,6 @@ class DeviceHops:
             hop.counts, hop.work,
         )  # fmt: skip
         return hop
-
-    def _collect(self, hops: Sequence[_Hop]) -> None:
-        """Allocate work memory for the requests that need it, and list the candidates of draws with conditions.
-
-        Raises ``DataError`` for a weight that is negative or not finite.
-        """
-        needy = [hop for hop in hops if _needs_work(hop.request)]
-        totals = self._read([hop.work.sum() for hop in needy])
-        for hop, total in zip(needy, totals, strict=True):
-            hop.work_begin = begins_of(hop.work)
-            hop.slots = torch.empty(total, dtype=torch.int64, device=self._device)
-        conditional = [hop for hop in needy if _may_have_conditions(hop.request)]
-        for hop in conditional:
-            request, (excluded, begin, end) = hop.request, hop.excluded
-            nodes: Any = request.nodes
-            hop.values = torch.empty(len(hop.slots), dtype=torch.float64, device=self._device)
-            hop.found = torch.empty(len(nodes), dtype=torch.int64, device=self._device)
-            bounds: Any = self._no_ids if request.bound is None else request.bound.times
-            weights = None if request.weight is None else hop.edges.weights
-            neighbor_kernels.collect(
-                len(nodes), hop.edges.indptr.argument, hop.edges.indices.argument, nodes, request.fanout,
-                request.shuffle, request.replace, request.bound is not None and request.bound.last,
-                request.weight is not None, request.top, self._times(hop), bounds, excluded, begin, end,
-                self._no_values if weights is None else weights.argument, self._no_bits, hop.work, hop.work_begin,
-                hop.slots, hop.values, hop.found, hop.counts,
-            )  # fmt: skip
-        lowest = self._read([hop.found.min() for hop in conditional if len(hop.found)])
-        for hop in conditional if any(number < 0 for number in lowest) else ():
-            wrong = torch.nonzero(hop.found < 0).flatten().tolist()
-            if wrong:  # the first edge whose weight is negative or not finite
-                edge, of = -1 - int(hop.found[wrong[0]]), hop.request.edge_type  # its global id
-                part = self._store.topology[int(self._store.books[of].part_of(np.array([edge]))[0])].edges[of]
-                raise invalid_weight(hop.request, part, edge - part.start)
 
     def _drawn(self, hop: _Hop, begins: Tensor, total: int) -> HopSample:
         request = hop.request

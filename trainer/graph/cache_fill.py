@@ -177,7 +177,15 @@ def _plan(
     given = fanouts if isinstance(fanouts, Mapping) else dict.fromkeys(graph.manifest.edges, fanouts)
     hops = {of: tuple(values) for of, values in given.items()}
     check_settings(graph.manifest, SampleSettings(hops, replace=replace))
-    nodes, target = graph.manifest.nodes, node_type or _only_type_with(graph, split)
+    if not node_type:
+        types = sorted(of for of, name in graph.store.splits if name == split)
+        if not types:
+            known = sorted({name for _, name in graph.store.splits})
+            raise SettingsError(f"cache_rows: no node type has a split {split!r}; the graph has {known}")
+        if len(types) > 1:
+            raise SettingsError(f"cache_rows: node_type must be one of {types}, each has a split {split!r}")
+        (node_type,) = types
+    nodes, target = graph.manifest.nodes, node_type
     # Random seed 0, because that of the loader is not known here.
     seeds, book = graph.store.seeds(target, split), graph.store.books[target]
     order = SeedOrder(len(seeds), batch_size * graph.layout.world_size, 0, stream=STREAMS.get(split, OTHER_STREAM))
@@ -196,17 +204,6 @@ def _plan(
             yield sampler.requests(SeedSet({target: seeds[share.positions]}), share.key)
 
     return BatchPlan(order, {of: ("orig_id", *names) for of, names in chosen.items()}, requests)
-
-
-def _only_type_with(graph: _OpenedGraph, split: str) -> NodeType:
-    types = sorted(of for of, name in graph.store.splits if name == split)
-    if len(types) == 1:
-        return types[0]
-    known = sorted({name for _, name in graph.store.splits})
-    raise SettingsError(
-        f"cache_rows: node_type must be one of {types}, each has a split {split!r}" if types
-        else f"cache_rows: no node type has a split {split!r}; the graph has {known}"
-    )  # fmt: skip
 
 
 _MOST_ROWS = 2**31 - 1  #: row numbers of cached rows are int32

@@ -218,15 +218,14 @@ class HGTConv(nn.Module):
         targets by target type.
         """
         used_as_source = {of[0] for of in self.need.edge_types}
-        keys_values = {of: self._keys_values(of, x[of]) for of in self.need.sources if of in used_as_source}
+        keys_values, width = dict[NodeType, tuple[Tensor, Tensor]](), self.heads * self.dim  # [n, heads, dim] each
+        for of in self.need.sources:
+            if of in used_as_source:
+                lin = self.kqv_lin.lins[of]
+                keys = functional.linear(x[of], lin.weight[:width], lin.bias[:width])
+                values = functional.linear(x[of], lin.weight[2 * width :], lin.bias[2 * width :])
+                keys_values[of] = keys.view(-1, self.heads, self.dim), values.view(-1, self.heads, self.dim)
         return {of: self._target(of, blocks, x[of][: num_dst[of]], keys_values) for of in self.need.targets}
-
-    def _keys_values(self, of: NodeType, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and the values of one source type, [n, heads, dim] each."""
-        lin, width = self.kqv_lin.lins[of], self.heads * self.dim
-        keys = functional.linear(x, lin.weight[:width], lin.bias[:width])
-        values = functional.linear(x, lin.weight[2 * width :], lin.bias[2 * width :])
-        return keys.view(-1, self.heads, self.dim), values.view(-1, self.heads, self.dim)
 
     def _target(
         self, of: NodeType, blocks: Blocks, own: Tensor, keys_values: Mapping[NodeType, tuple[Tensor, Tensor]]

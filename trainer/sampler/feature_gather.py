@@ -179,35 +179,35 @@ class GatherPlan:
         widths = [sum(math.prod(out[name].shape[1:]) * out[name].itemsize for name in names) for names in name_groups]
         main = max(range(3), key=lambda group: (widths[group], bool(name_groups[group])))
         for group, names in enumerate(name_groups):
-            if names or group == main:
-                yield self._piece(request, {name: out[name] for name in names}, group, group == main)
-
-    def _piece(self, request: RowRequest, out: Columns, group: int, counts: bool) -> GatherPiece:
-        columns = request.of, tuple(out)
-        keeps = group > 0 and isinstance(request.of, str) and any(values.ndim > 1 for values in out.values())
-        held = self._held.of(columns) if keeps else _HeldAnswers()
-        kept = self._cache.types[request.of] if group == 1 and self._cache and isinstance(request.of, str) else None
-        slots = None if kept is None else kept.slots
-        # Equal arguments give the same arrays, so that a message contains the ids only once.
-        key = request.of, id(request.ids), group == 0, id(slots), id(held.index) if held.index is not NO_INDEX else 0
-        if key not in self._located:
-            book = self._local.books[request.of]
-            of_part = self._all_here if group == 0 else self._near
-            wrong, located = locate(request.ids, book.offsets, of_part, self._codes, slots, held.index)
-            if wrong >= 0:
-                raise PartitionError(
-                    f"no {request.of!r} with id {int(request.ids[wrong])}; ids go from 0 to {book.size - 1}"
-                )
-            self._located[key] = located
-        placed = self._located[key]
-        first = self._codes.held(0)
-        cached = placed.get(self._codes.cached)
-        return GatherPiece(
-            ids=request.ids, columns=columns, out=out, counts=counts, keeps=keeps,
-            own={code: rows for code, rows in placed.items() if code < self._codes.num_parts},
-            asked={code - self._codes.first_host: rows.at for code, rows in placed.items()
-                   if code >= self._codes.first_host},
-            cached=None if kept is None or cached is None else (kept.rows, cached),
-            held=[(held.answers[code - first].rows, rows) for code, rows in placed.items()
-                  if first <= code < self._codes.first_host],
-        )  # fmt: skip
+            if not names and group != main:
+                continue
+            filled = {name: out[name] for name in names}
+            columns = request.of, names
+            keeps = group > 0 and isinstance(request.of, str) and any(values.ndim > 1 for values in filled.values())
+            held = self._held.of(columns) if keeps else _HeldAnswers()
+            from_cache = kept if group == 1 else None
+            slots = None if from_cache is None else from_cache.slots
+            # Equal arguments give the same arrays, so that a message contains the ids only once.
+            index = id(held.index) if held.index is not NO_INDEX else 0
+            key = request.of, id(request.ids), group == 0, id(slots), index
+            if key not in self._located:
+                book = self._local.books[request.of]
+                of_part = self._all_here if group == 0 else self._near
+                wrong, located = locate(request.ids, book.offsets, of_part, self._codes, slots, held.index)
+                if wrong >= 0:
+                    raise PartitionError(
+                        f"no {request.of!r} with id {int(request.ids[wrong])}; ids go from 0 to {book.size - 1}"
+                    )
+                self._located[key] = located
+            placed = self._located[key]
+            first = self._codes.held(0)
+            cached = placed.get(self._codes.cached)
+            yield GatherPiece(
+                ids=request.ids, columns=columns, out=filled, counts=group == main, keeps=keeps,
+                own={code: rows for code, rows in placed.items() if code < self._codes.num_parts},
+                asked={code - self._codes.first_host: rows.at for code, rows in placed.items()
+                       if code >= self._codes.first_host},
+                cached=None if from_cache is None or cached is None else (from_cache.rows, cached),
+                held=[(held.answers[code - first].rows, rows) for code, rows in placed.items()
+                      if first <= code < self._codes.first_host],
+            )  # fmt: skip

@@ -98,8 +98,27 @@ class ScriptCheckpoints:
         self, objects: Mapping[str, Stateful | ShardedEmbedding], run_dir: Path, ranks: Ranks, interval: float,
         environ: Mapping[str, str] = os.environ,
     ):  # fmt: skip
-        self._rows, others = _rows_of(objects)
-        self._objects = {name: _without_ddp(one) for name, one in others.items()}
+        # Sharded embeddings, each with its optimizer.
+        embeddings = {name: one for name, one in objects.items() if isinstance(one, ShardedEmbedding)}
+        optimizers = {
+            name: [param for group in one.param_groups for param in group["params"]]
+            for name, one in objects.items()
+            if isinstance(one, Optimizer)
+        }
+        self._rows: dict[str, _Rows] = {}
+        taken = set(embeddings)
+        for name, embedding in embeddings.items():
+            own = [of for of, params in optimizers.items() if any(param is embedding.weight for param in params)]
+            if any(len(optimizers[of]) > 1 for of in own):
+                raise SettingsError(
+                    f"the optimizer {own[0]!r} updates the rows of {name!r} and other parameters; to save them, use a "
+                    "separate optimizer for [embedding.weight]"
+                )
+            optimizer: Any = objects[own[0]] if own else None
+            self._rows[name] = _Rows(embedding, optimizer)
+            taken |= set(own)
+        others: dict[str, Any] = {name: one for name, one in objects.items() if name not in taken}
+        self._objects: dict[str, Stateful] = {name: _without_ddp(one) for name, one in others.items()}
         self._every_node = bool(int(environ.get("GNNFLEET_RESTARTS") or 0))
         self._saves = ranks.rank == 0 or (self._every_node and ranks.local_rank == 0)
         self._request = CheckpointRequest(run_dir)
@@ -223,27 +242,3 @@ def _without_ddp(one: Stateful) -> Stateful:
     wraps = type(one).__name__ == "DistributedDataParallel" and isinstance(getattr(one, "module", None), nn.Module)
     # Recognised by name, because importing the class takes seconds.
     return one.module if wraps else one  # type: ignore[attr-defined, no-any-return]
-
-
-def _rows_of(objects: Mapping[str, Any]) -> tuple[dict[str, _Rows], dict[str, Stateful]]:
-    """Split ``objects`` into sharded embeddings, each with its optimizer, and other objects.
-
-    Raises ``SettingsError`` if the optimizer of an embedding also updates other parameters.
-    """
-    embeddings = {name: one for name, one in objects.items() if isinstance(one, ShardedEmbedding)}
-    found, taken = {}, set(embeddings)
-    for name, embedding in embeddings.items():
-        users = {
-            other: [param for group in one.param_groups for param in group["params"]]
-            for other, one in objects.items()
-            if isinstance(one, Optimizer)
-        }
-        own = [other for other, params in users.items() if any(param is embedding.weight for param in params)]
-        if any(len(users[other]) > 1 for other in own):
-            raise SettingsError(
-                f"the optimizer {own[0]!r} updates the rows of {name!r} and other parameters; to save them, use a "
-                "separate optimizer for [embedding.weight]"
-            )
-        found[name] = _Rows(embedding, objects[own[0]] if own else None)
-        taken |= set(own)
-    return found, {name: one for name, one in objects.items() if name not in taken}

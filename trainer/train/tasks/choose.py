@@ -13,7 +13,7 @@ from trainer.core.graph_attrs import CATEGORIES, CLASSES
 from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, type_name
-from trainer.core.train_config import METRICS, TrainConfig, is_own_model
+from trainer.core.train_config import AT_K, METRICS, TrainConfig, is_own_model
 from trainer.graph.open import Graph
 from trainer.train.tasks.baseline import Baseline, node_baseline
 from trainer.train.tasks.choose_target import check_trainable
@@ -29,12 +29,18 @@ from trainer.train.tasks.labels import (
     own_labels,
 )
 from trainer.train.tasks.multilabel import MultiLabel
-from trainer.train.tasks.ranking import MOST_SCORES, SCORE_BYTES
 from trainer.train.tasks.regression import Regression
-from trainer.train.tasks.task import FULL_RANKING, RANKING, Kind, Task, has_metric
+from trainer.train.tasks.task import RANKING, Kind, Task, at_k
 
 if TYPE_CHECKING:
     from trainer.loader.edge_block_loader import LabelledEdges
+
+_SCORE_BYTES = 5  #: of a score and its label
+
+_MOST_SCORES = 4 << 30  #: largest size of the scores of a split on each rank, in bytes
+
+#: Default metrics of task link with ``eval_negatives: all``.
+_FULL_RANKING = ("recall@20", "ndcg@20", "precision@20", "mrr", "hits@10", "auc")
 
 
 def node_task(
@@ -86,12 +92,12 @@ def _labelled_task(
     others = group.sum(torch.tensor([sum(not bool(((y == 0) | (y == 1) | y.isnan()).all()) for y in ys)]))
     kind, why = group.agree(lambda: _kind(spec, wanted, matrix_01=not int(others)))
     task = _task(spec, kind, labels, settings, group)
-    most = max((len(each.y) for each in labels if each.split != "train"), default=0) * task.outputs * SCORE_BYTES
-    if set(RANKING).intersection(task.names) and most > MOST_SCORES:
+    most = max((len(each.y) for each in labels if each.split != "train"), default=0) * task.outputs * _SCORE_BYTES
+    if set(RANKING).intersection(task.names) and most > _MOST_SCORES:
         names = " and ".join(name for name in task.names if name in RANKING)
         raise SettingsError(
             f"{names}: the scores of a split would take {size_text(most)} on each process, more than "
-            f"{size_text(MOST_SCORES)}; leave them out, or use more processes"
+            f"{size_text(_MOST_SCORES)}; leave them out, or use more processes"
         )
     return task, why, node_baseline(task, labels, group, classes)
 
@@ -159,15 +165,22 @@ def metric_names(settings: TrainConfig, kind: Kind, default: Sequence[str] = ())
     Also those of ``early_stop`` and ``schedule``. Raises ``SettingsError`` for a metric that the task does not have.
     """
     of_all = kind == "link" and settings.eval_negatives == "all"
-    known = FULL_RANKING if of_all else METRICS[kind]
+    known = _FULL_RANKING if of_all else METRICS[kind]
     chosen = settings.metrics or default or known
     others = (keyed.metric for keyed in (settings.early_stop, settings.schedule) if keyed is not None)
     names = tuple(dict.fromkeys([*chosen, *(name for name in others if name not in (None, "loss"))]))
-    if wrong := [name for name in names if not has_metric(kind, name, of_all)]:
-        if has_metric(kind, wrong[0], True):
+    if wrong := [name for name in names if not _has_metric(kind, name, of_all)]:
+        if _has_metric(kind, wrong[0], True):
             raise SettingsError(f"{wrong[0]} needs eval_negatives: all")
         raise SettingsError(f"task {kind} has no metric {wrong[0]!r}; it has {', '.join(known)}")
     return names
+
+
+def _has_metric(kind: Kind, name: str, full_ranking: bool) -> bool:
+    """Return whether a task has a metric. ``full_ranking``: links are ranked among all targets."""
+    what, k = at_k(name)
+    of_links = kind == "link" and k > 0 and what in AT_K and (full_ranking or what == "hits")
+    return name in METRICS[kind] or of_links
 
 
 def _check_each(labels: Sequence[SeedLabels], check: Callable[[SeedLabels], None], group: RankGroup) -> None:

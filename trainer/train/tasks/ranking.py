@@ -10,10 +10,6 @@ from torch import Tensor
 from trainer.core.ranks import RankGroup
 from trainer.train.tasks.task import RANKING, Labelled, Task
 
-SCORE_BYTES = 5  #: of a score and its label
-
-MOST_SCORES = 4 << 30  #: largest size of the scores of a split on each rank, in bytes
-
 
 class SplitScores:
     """Collects the scores and labels of this rank's seeds of a split, in memory on the host.

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from torch import Tensor
 
 from trainer.core.batch import LinkEnds
-from trainer.core.train_config import AT_K, LOWER_IS_BETTER, METRICS
+from trainer.core.train_config import LOWER_IS_BETTER
 
 Kind: TypeAlias = Literal["classification", "regression", "multilabel", "link"]
 
@@ -44,9 +44,6 @@ class Metric:
         return best is None or math.isnan(best) or (value > best if self.better == "higher" else value < best)
 
 
-#: Default metrics of task link with ``eval_negatives: all``.
-FULL_RANKING = ("recall@20", "ndcg@20", "precision@20", "mrr", "hits@10", "auc")
-
 RANKING = ("roc_auc", "average_precision")  #: metrics that are no sums over seeds; ``SplitScores`` computes them
 
 
@@ -54,13 +51,6 @@ def at_k(name: str) -> tuple[str, int]:
     """Split the name of a metric such as ``recall@20`` into what is measured, and k; 0 for other metrics."""
     kind, _, k = name.partition("@")
     return kind, int(k) if k.isdecimal() else 0
-
-
-def has_metric(kind: Kind, name: str, full_ranking: bool = False) -> bool:
-    """Return whether a task has a metric. ``full_ranking``: links are ranked among all targets."""
-    what, k = at_k(name)
-    of_links = kind == "link" and k > 0 and what in AT_K and (full_ranking or what == "hits")
-    return name in METRICS[kind] or of_links
 
 
 def metric_named(name: str) -> Metric:

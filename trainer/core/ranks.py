@@ -381,8 +381,14 @@ def run_store(ranks: Ranks, timeout: float) -> Store:
     Raises ``PeerError`` when the store cannot be reached.
     """
     of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    # A store has no authentication, so it listens on as few addresses as possible.
-    listener = None if of_agent or ranks.rank else _listener(ranks.master_addr, ranks.master_port)
+    # A store has no authentication, so it listens on as few addresses as possible: on all of them for a host name, and
+    # for an address that is not this host's (NAT). For a port in use, the store raises an error later.
+    listener = None
+    if not of_agent and ranks.rank == 0:
+        with suppress(ValueError, OSError):
+            own = ipaddress.ip_address("127.0.0.1" if ranks.master_addr == "localhost" else ranks.master_addr)
+            family = socket.AF_INET6 if own.version == 6 else socket.AF_INET
+            listener = socket.create_server((str(own), ranks.master_port), family=family, backlog=_BACKLOG)
     try:
         return TCPStore(
             ranks.master_addr, ranks.master_port, ranks.world_size, not of_agent and ranks.rank == 0,
@@ -391,21 +397,6 @@ def run_store(ranks: Ranks, timeout: float) -> Store:
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         raise _rendezvous_error(ranks, timeout, error) from error
-
-
-def _listener(address: str, port: int) -> socket.socket | None:
-    """Return a socket that listens on ``address`` only, or None if the store must listen on all addresses.
-
-    Returns None for a host name, for an address that is not this host's (NAT), and for a port in use. For a port in
-    use, the store raises an error later.
-    """
-    try:
-        literal = ipaddress.ip_address("127.0.0.1" if address == "localhost" else address)
-        return socket.create_server(
-            (str(literal), port), family=socket.AF_INET6 if literal.version == 6 else socket.AF_INET, backlog=_BACKLOG
-        )
-    except (ValueError, OSError):
-        return None
 
 
 def _rendezvous_error(ranks: Ranks, timeout: float, error: Exception) -> PeerError:

@@ -40,15 +40,11 @@ def expired_wait(error: BaseException) -> Wait | None:
         if isinstance(one, TrainerError) and one.wait:
             return one.wait
         if isinstance(one, RuntimeError) and _TIMED_OUT.search(str(one)):  # of torch, whose timeouts have no type
-            return Wait("ranks", _seconds(str(one)))
+            if found := _MILLISECONDS.search(str(one)):
+                return Wait("ranks", int(found[1]) / 1000)
+            found = _SECONDS.search(str(one))
+            return Wait("ranks", float(found[1]) if found else 0.0)
     return None
-
-
-def _seconds(text: str) -> float:
-    if found := _MILLISECONDS.search(text):
-        return int(found[1]) / 1000
-    found = _SECONDS.search(text)
-    return float(found[1]) if found else 0.0
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -76,6 +72,10 @@ def report_error(error: BaseException, environ: Mapping[str, str] = os.environ) 
     wait = expired_wait(error)
     if wait is None:
         return
+    # The stack of the root cause, innermost frame first, in the format of faulthandler.
+    first = [one for one in _chain(error) if one.__traceback__ is not None][-1:]
+    frames = traceback.extract_tb(first[0].__traceback__)[-_MOST_FRAMES:] if first else []
+    lines = [f'  File "{frame.filename}", line {frame.lineno} in {frame.name}' for frame in reversed(frames)]
     record = {
         "t": round(time.time(), 3),
         "rank": int(rank) if wait.rank is None else wait.rank,
@@ -84,7 +84,7 @@ def report_error(error: BaseException, environ: Mapping[str, str] = os.environ) 
         "request": wait.request,
         "node_rank": wait.node_rank,
         "server": wait.server,
-        "stack": list(_stack(error)),
+        "stack": ["Current thread 0x0 (most recent call first):", *lines],
     }
     if _write(run_dir, f"wait-rank{rank}", record):
         time.sleep(REPORTED_FOR)
@@ -99,14 +99,6 @@ def _write(run_dir: str, name: str, record: Mapping[str, object]) -> bool:
     except OSError:
         return False
     return True
-
-
-def _stack(error: BaseException) -> Iterator[str]:
-    """Yield the stack of the root cause of ``error``, innermost frame first, in the format of faulthandler."""
-    first = [one for one in _chain(error) if one.__traceback__ is not None][-1:]
-    yield "Current thread 0x0 (most recent call first):"
-    for frame in reversed(traceback.extract_tb(first[0].__traceback__)[-_MOST_FRAMES:] if first else []):
-        yield f'  File "{frame.filename}", line {frame.lineno} in {frame.name}'
 
 
 def report_uncaught(environ: Mapping[str, str] = os.environ) -> None:

@@ -135,18 +135,22 @@ def merge_parts(out: Path, own: Sequence[Path], parquet: bool, group: RankGroup)
                 folder.mkdir(exist_ok=True)
                 group.copy_to_first(rank, out / name / kind, folder / kind, size)
         if group.rank == 0:
-            in_order = [folders[name] for name in sorted(folders, key=lambda name: int(name.removeprefix("part")))]
-            with (out / "predictions.csv").open("wb") as merged:
-                for number, folder in enumerate(in_order):
-                    with (folder / "predictions.csv").open("rb") as part:
-                        if (head := part.readline()) and number == 0:
-                            merged.write(head)
-                        shutil.copyfileobj(part, merged, 1 << 20)
-            if parquet:
-                found = ", ".join(text(str(folder / "predictions.parquet")) for folder in in_order)
-                _copy(f"read_parquet([{found}])", out / "predictions.parquet")
+            in_order = sorted(folders, key=lambda name: int(name.removeprefix("part")))
+            _merge(out, [folders[name] for name in in_order], parquet)
     group.barrier()
     return f"{out}/predictions.csv{' and .parquet' if parquet else ''}"
+
+
+def _merge(out: Path, folders: Sequence[Path], parquet: bool) -> None:
+    with (out / "predictions.csv").open("wb") as merged:
+        for number, folder in enumerate(folders):
+            with (folder / "predictions.csv").open("rb") as part:
+                if (head := part.readline()) and number == 0:
+                    merged.write(head)
+                shutil.copyfileobj(part, merged, 1 << 20)
+    if parquet:
+        tables = ", ".join(text(str(folder / "predictions.parquet")) for folder in folders)
+        _copy(f"read_parquet([{tables}])", out / "predictions.parquet")
 
 
 def id_column(name: str, ids: Array) -> TableColumn:

@@ -196,13 +196,8 @@ class BatchScheduler(Generic[Work]):
         with self._changed:
             until = self._clock() + timeout
             while not self._closed:
-                for other in (self._others_next, not self._others_next):
-                    job = self._others.pop() if other else self._next_batch()
-                    if job is not None:
-                        self._others_next = not other
-                        if other:
-                            self._running_others.add(job)
-                        return job
+                if job := self._choose():
+                    return job
                 now = self._clock()
                 if now >= until:
                     return None
@@ -310,6 +305,17 @@ class BatchScheduler(Generic[Work]):
         client.push(job)
         self._busy[number] = client
         self._client_of[job.peer] = number
+        return None
+
+    def _choose(self) -> ScheduledRequest[Work] | None:
+        """Start a batch or another request, in turn if both can start; None if none can."""
+        for other in (self._others_next, not self._others_next):
+            job = self._others.pop() if other else self._next_batch()
+            if job is not None:
+                self._others_next = not other
+                if other:
+                    self._running_others.add(job)
+                return job
         return None
 
     def _next_batch(self) -> ScheduledRequest[Work] | None:

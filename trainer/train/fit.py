@@ -185,17 +185,7 @@ class Fit:
                     if rows := self.optimizers.rows:
                         self.best_rows = rows.embedding.weight.detach().clone()
             self._print(epoch_text(report, self.settings.epochs, self.metric, value))
-            # Say once that a rank waits for batches. Epoch 1 also compiles kernels and reads files.
-            if len(at.seconds) > 1 and not self._starvation_printed:
-                times = RankTimes.of(self.group.ranks.rank, [report.line])
-                rest = times.step_s - times.wait_s
-                if times.wait_s > 0.1 * times.step_s and times.work_s > rest > 0:
-                    self._starvation_printed = True
-                    self._print(
-                        f"rank {times.rank} waits for batches {times.wait_s / times.step_s:.0%} of a step: a sampler "
-                        f"thread needs {1000 * times.work_s:.3g} ms for a batch, the rest of a step {1000 * rest:.3g} "
-                        "ms (train.sampler_threads, train.prefetch)"
-                    )
+            self._print_starvation(report)
             # Save, if due.
             if self._due(self.settings.checkpoint_every):
                 checkpoint = self._checkpoint()
@@ -259,6 +249,20 @@ class Fit:
                 better=metric.better, **score.metrics, **({} if math.isnan(score.loss) else {"loss": score.loss}),
             )  # fmt: skip
         return score
+
+    def _print_starvation(self, report: EpochReport) -> None:
+        """Say once that this rank waits for batches. Epoch 1 also compiles kernels and reads files."""
+        if len(self.progress.seconds) < 2 or self._starvation_printed:
+            return
+        times = RankTimes.of(self.group.ranks.rank, [report.line])
+        rest = times.step_s - times.wait_s
+        if times.wait_s > 0.1 * times.step_s and times.work_s > rest > 0:
+            self._starvation_printed = True
+            self._print(
+                f"rank {times.rank} waits for batches {times.wait_s / times.step_s:.0%} of a step: a sampler thread "
+                f"needs {1000 * times.work_s:.3g} ms for a batch, the rest of a step {1000 * rest:.3g} ms "
+                "(train.sampler_threads, train.prefetch)"
+            )
 
     @property
     def _path(self) -> Path:

@@ -126,8 +126,9 @@ class _Partition:
                     edge_index[row] = node_ids[end_type][edge_index[row]]
             if original is not None:
                 edge_index = assembled([Piece(original, edge_index.T, place)], ranges.count, "edge", self.arrays).T
+            edge_index = np.ascontiguousarray(edge_index)  # frees what it is a copy of
             attrs = self._attrs("edge_feats", of, ranges, original, EDGE_NAMES)
-            arrays[of] = {"edge_index": RawArray(np.ascontiguousarray(edge_index), place), **attrs}
+            arrays[of] = {"edge_index": RawArray(edge_index, place), **attrs}
         nodes = {of: self._attrs("node_feats", of, self.nodes[of], node_ids.get(of), NODE_NAMES) for of in self.nodes}
         counts = {of: ranges.count for of, ranges in self.nodes.items()}
         part_ids = np.arange(self.num_parts, dtype=np.int32)

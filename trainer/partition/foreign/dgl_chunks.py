@@ -87,12 +87,7 @@ class _Graph:
         edges: dict[EdgeType, dict[str, RawArray]] = {}
         for name, edge_type in edge_types.items():
             where = f"{self.folder / METADATA}: edges of {name}"
-            chunks = self._chunks(self.meta["edges"].get(name), where)
-            found = [chunks.read(path) for path in chunks.paths]
-            for path, pairs in zip(chunks.paths, found, strict=True):
-                if pairs.ndim != 2 or pairs.shape[1] != 2:
-                    raise DataError(f"{path}: the shape is {list(pairs.shape)}, expected [edges, 2]: source and target")
-            edge_index = np.ascontiguousarray(np.concatenate(found).T) if found else np.empty((2, 0), np.int64)
+            edge_index = self._edge_index(name, where)
             attrs = self._attrs("edge_data", name, EDGE_NAMES, edge_index.shape[1])
             edges[edge_type] = {"edge_index": RawArray(edge_index, where), **attrs}
         nodes = {of: self._attrs("node_data", of, NODE_NAMES, count) for of, count in self.counts.items()}
@@ -111,6 +106,15 @@ class _Graph:
             edges, parts = {HOMO_EDGE: next(iter(edges.values()))}, {HOMO_NODE: parts["_N"]} if parts else {}
         raw = RawGraph(str(self.meta.get("graph_name", self.folder.name)), {}, nodes, edges, counts, hetero=hetero)
         return ForeignGraph(raw, parts, num_parts)
+
+    def _edge_index(self, name: str, where: str) -> Array:
+        """Return the edges of a type, [2, E]. The chunks, which take as much memory, are freed."""
+        chunks = self._chunks(self.meta["edges"].get(name), where)
+        found = [chunks.read(path) for path in chunks.paths]
+        for path, pairs in zip(chunks.paths, found, strict=True):
+            if pairs.ndim != 2 or pairs.shape[1] != 2:
+                raise DataError(f"{path}: the shape is {list(pairs.shape)}, expected [edges, 2]: source and target")
+        return np.ascontiguousarray(np.concatenate(found).T)
 
     def _attrs(self, key: str, name: str, names: Mapping[str, str], count: int) -> dict[str, RawArray]:
         found = (self.meta.get(key) or {}).get(name) or {}

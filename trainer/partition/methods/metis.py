@@ -55,9 +55,8 @@ def _connected_parts(indptr: Array, neighbours: Array, num_parts: int, seed: int
     if len(neighbours) > _MEAN_DEGREE * (len(indptr) - 1):
         # Edge (u, v) is kept, in both directions, with probability (1/deg u + 1/deg v) * _MEAN_DEGREE / 2.
         keep = _MEAN_DEGREE / 2
-        thinned = _thin_count(indptr, neighbours, keep)
-        neighbours = _thin_fill(indptr, neighbours, keep, np.empty(int(thinned[-1]), _metis_dtype()))
-        indptr = thinned
+        every, indptr = indptr, _thin_count(indptr, neighbours, keep)
+        neighbours = _thin_fill(every, neighbours, keep, np.empty(int(indptr[-1]), _metis_dtype()))
     connected = np.flatnonzero(np.diff(indptr))
     part = np.full(len(indptr) - 1, -1, np.int32)
     if len(connected) <= num_parts:  # METIS needs more nodes than parts; ``fill_up`` distributes these nodes

@@ -21,6 +21,7 @@ from launcher.node.diagnostics import oom
 from launcher.node.diagnostics.oom import OomWatch, killed_for_memory, limit, oom_kills
 from launcher.node.exit_description import describe, size
 from launcher.node.log_lines import LineLog, TracebackFinder
+from launcher.report.outcome import Outcome
 from node_kit import PYTHON, RANK_RUNNER, python
 from waiting import runs, wait_until
 
@@ -113,6 +114,8 @@ def test_an_exception_with_a_long_text_is_shortened_in_messages(tmp_path: Path) 
     words = describe(record)
     assert words.startswith("raised ValueError: wrong rows: 7 7 ") and words.endswith("7 …") and len(words) < 1100
     assert len("".join(record["traceback"])) > 20_000
+    shown = Outcome.from_record(record | {"traceback": tuple(record["traceback"])}, "host").last_lines
+    assert len(shown) > 1 and max(map(len, shown)) < 1100
 
 
 def test_an_error_of_the_trainer_is_the_reason_of_the_end(tmp_path: Path) -> None:

@@ -262,6 +262,29 @@ def test_an_error_of_a_probe_does_not_end_the_probes(servers, monkeypatch, capfd
     assert "RuntimeError: a bug" in capfd.readouterr().err
 
 
+def test_all_lost_servers_are_asked_at_once(servers, monkeypatch):
+    monkeypatch.setattr(gateway_module, "_BACK_EVERY", 600.0)  # this test alone asks
+    events = []
+
+    class Silent:
+        def __init__(self, name):
+            self.name = name
+
+        def greet(self):
+            events.append(self.name)
+            return self
+
+        def result(self, timeout):
+            events.append(timeout)
+            raise ServiceError("no answer")
+
+    with client_graph(servers) as graph:
+        monkeypatch.setattr(graph.gateway._choice, "_gone", {Silent(name): None for name in "abc"})
+        graph.gateway.probe_servers(learn=False)
+        monkeypatch.undo()
+    assert events[:3] == ["a", "b", "c"] and all(0 < each <= 2 for each in events[3:]) and len(events) == 6
+
+
 def test_large_requests_are_split(servers, folder, monkeypatch):
     monkeypatch.setattr(gateway_module, "_AT_ONCE", 7)
     monkeypatch.setattr(gateway_module, "_BYTES_AT_ONCE", 300)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -243,9 +244,14 @@ class Gateway(GraphAccess):
         With ``learn``, also sends HELLO to a reachable server. New servers that a reply lists are added.
         """
         reachable = self._choice.pick(0) if learn else None
+        asked = []
         for client in (*self._choice.gone, *([reachable] if reachable else [])):
+            with contextlib.suppress(ServiceError):
+                asked.append((client, client.greet()))  # all at once: one that is back does not wait for lost ones
+        until = time.monotonic() + _PROBE_TIMEOUT
+        for client, pending in asked:
             try:
-                info = client.greet().result(_PROBE_TIMEOUT)
+                info = pending.result(max(0.0, until - time.monotonic()))
                 self._check(client, info)
             except ServiceError:
                 continue  # still unreachable

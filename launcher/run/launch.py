@@ -166,7 +166,7 @@ def launch(config: ClusterConfig, options: LaunchOptions, console: Console, atta
             lock = os.open(runs_dir, os.O_RDONLY)
             turn.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX)  # of two launches with one run id, one makes the folder
-        choose_run_id(config, run_id)
+        choose_run_id(config, run_id)  # refuses it if another launch has made the folder meanwhile
         context = LaunchContext(resolved, options, run_id, console)
     with ExitStack() as whole:
         interrupts = whole.enter_context(Interrupts())

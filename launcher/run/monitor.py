@@ -468,12 +468,11 @@ class RunFollower:
         # Start new supervisors on lost nodes that can be reached, if the run has gone on without them.
         over = any(not result.get("left") for result in self.report.results.values())
         goes_on = self.limits.restarts and not (self._stop_reason or self._failing or over)
-        if not goes_on or time.monotonic() - self._last_end < _RETURN_AFTER:
-            return
-        for k, lost in self.report.lost.items():
+        settled = now - self._last_end >= _RETURN_AFTER
+        for k, lost in self.report.lost.items() if goes_on and settled else ():
             node = self._nodes[k]
             cleaned = node.stopper is not None and not node.stopper.is_alive()
-            due = node.state == "lost" and time.monotonic() >= node.return_at
+            due = node.state == "lost" and now >= node.return_at
             if k in self._spares.gone and not lost.out_of_reach and cleaned and due:
                 node.state = "returning"
                 threading.Thread(target=self._return, args=(k,), daemon=True).start()

@@ -34,7 +34,8 @@ class NodeMessage:
     """One message about a node: a line that ``watch.py`` printed on the node, or a message made by ``NodeStream``.
 
     The messages of ``NodeStream`` are ``{"started": true}``, ``{"not-started": error}``, ``{"broken": why}``
-    (connection lost), ``{"back": seconds}`` (connection restored) and ``{"bug": text}``.
+    (connection lost), ``{"back": seconds}`` (connection restored) and ``{"bug": text}``. Those of ``RunFollower``'s
+    threads are ``{"stopped": true}`` and ``{"returned": error}``.
     """
 
     node_rank: int

@@ -232,11 +232,11 @@ class _SubgraphGrowth:
         return _HopQuery(of, fanout, first, shuffle, whole_rows) if first < starts[hop + 1] else None
 
     def _request(self, query: _HopQuery, trees: Positions | None) -> HopRequest:
-        of, settings, rule, bound = query.edge_type, self._settings, self._settings.time, None
+        of, settings, time, bound = query.edge_type, self._settings, self._settings.time, None
         weighted = settings.weight in self._schema.edges[of].attrs
         if trees is not None and self._tree_times is not None:
-            if rule is not None and (settings.rule is not None or bound_here(rule, self._schema.edges[of])):
-                bound = TimeBound(self._tree_times[trees], rule.attr, rule.on, rule.last)
+            if time is not None and (settings.rule is not None or bound_here(time, self._schema.edges[of])):
+                bound = TimeBound(self._tree_times[trees], time.attr, time.on, time.last)
         return HopRequest(
             edge_type=of,
             nodes=self._nodes[of[2]].since(query.first),

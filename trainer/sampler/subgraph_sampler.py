@@ -68,11 +68,19 @@ class SubgraphSampler:
         return tuple(of for of in self.schema.edges if not self.attrs.get(of))
 
     def sample(self, seeds: SeedSet, key: int) -> SampledBatch:
+        """Sample the neighbours of ``seeds``, and bring the attributes of all nodes and edges found.
+
+        ``key``: random key of the batch. Raises ``ServiceError``.
+        """
         access = self.access
         access.take_cost()  # what this thread has asked for before does not count
         began = time.perf_counter()
+
+        # Nodes and edges, hop by hop.
         subgraph = self.subgraph(seeds, key)
         sampling, found_at = access.take_cost(), time.perf_counter()
+
+        # Their attributes, and last the labels of the seeds.
         kept = self._slots(subgraph)
         requests, labels = self._requests(subgraph, kept), self._label_requests(seeds)
         answers = access.gather([*requests, *labels])
@@ -112,6 +120,7 @@ class SubgraphSampler:
         found = sample_multi_hop(graph, self.schema, seeds, chosen, key, self._local.tables)
         if not settings.induced:
             return found
+        # All edges between these nodes: none is added by a further hop.
         joined = replace(settings, rule=None, fanouts=dict.fromkeys(self.schema.edges, (0,)), weight=None)
         ids = SeedSet({of: nodes.ids for of, nodes in found.nodes.items()}, exclude=seeds.exclude)
         whole = self.multi_hop(ids, joined, key)

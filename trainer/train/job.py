@@ -189,7 +189,7 @@ def train(job: TrainJob, ranks: Ranks | None = None) -> FitResult:
     await_own_server()  # the launcher starts it at the same time as this process
     if ranks.local_rank == 0 and (reason := why_slow(settings.precision, device)):
         warnings.warn(reason, stacklevel=2)
-    damage = find_damage(job, ranks)
+    damage = find_damage(job, ranks)  # raised within the group, so that all ranks end
     with ExitStack() as stack, join_ranks(ranks, device, settings.backend, settings.timeout) as group:
         if settings.track and group.rank == 0:  # under a launcher, the supervisor does this
             from trainer.track.start import tracked

@@ -115,7 +115,9 @@ _BACK_EVERY = 0.5  #: seconds between probes of unreachable servers
 
 _LEARN_EVERY = 10.0  #: seconds between requests for the list of servers
 
-_PROBE_TIMEOUT = 2.0  #: seconds that the reply to a probe may take
+_PROBE_TIMEOUT = 2.0  #: seconds that the replies to all probes may take
+
+_PROBE_LEAST = 0.3  #: seconds for each in any case: a connection is made only while somebody waits for its reply
 
 
 def client_name(role: str = "") -> ClientName:
@@ -247,11 +249,11 @@ class Gateway(GraphAccess):
         asked = []
         for client in (*self._choice.gone, *([reachable] if reachable else [])):
             with contextlib.suppress(ServiceError):
-                asked.append((client, client.greet()))  # all at once: one that is back does not wait for lost ones
+                asked.append((client, client.greet()))  # all at once, as servers that are stuck use up the time
         until = time.monotonic() + _PROBE_TIMEOUT
         for client, pending in asked:
             try:
-                info = pending.result(max(0.0, until - time.monotonic()))
+                info = pending.result(max(_PROBE_LEAST, until - time.monotonic()))
                 self._check(client, info)
             except ServiceError:
                 continue  # still unreachable

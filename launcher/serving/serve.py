@@ -248,11 +248,11 @@ def _start_missing(context: _ServeContext, found: _ServingState) -> _Served:
                     clear_node(found.plan.nodes[k], transports[k], keeps_key=new.encrypted)
             context.enter_stage("sync")
             send_files(context, new, transports)
-            for one in found.seen.values():
-                for path, text in one.files.items():
-                    if path.startswith("clients/"):
-                        for node in new.nodes:
-                            transports[node.node_rank].write(text.encode(), f"{node.run_dir}/{path}", mode=0o600)
+            files = [file for one in found.seen.values() for file in one.files.items()]
+            keys = [(path, text) for path, text in files if path.startswith("clients/")]
+            for node in new.nodes:
+                for path, text in keys:
+                    transports[node.node_rank].write(text.encode(), f"{node.run_dir}/{path}", mode=0o600)
             context.keep_plan(plan)  # after sending: the plan names the programs that other commands run on the nodes
             context.enter_stage("start")
             context.say(f"starting {count(len(new.nodes), 'graph server')}")

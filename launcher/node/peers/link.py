@@ -80,7 +80,9 @@ class Link:
     def _ready(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush()
-        for _ in range(_READS_AT_ONCE if events & selectors.EVENT_READ else 0):
+        if not events & selectors.EVENT_READ:
+            return
+        for _ in range(_READS_AT_ONCE):
             if not self._open:
                 return
             try:

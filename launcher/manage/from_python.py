@@ -79,7 +79,12 @@ def launch(
     """
     command = shlex.split(command) if isinstance(command, str) else command
     include, exclude = ((hosts,) if isinstance(hosts, str) else tuple(hosts) for hosts in (include, exclude))
-    sets = [f"{key}={json.dumps(value, default=str)}" for key, value in (set or {}).items()]
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else str(value)  # tolist: numbers of numpy and torch
+
+    # ``ensure_ascii`` would write surrogate pairs, which YAML does not have.
+    sets = [f"{key}={json.dumps(value, default=plain, ensure_ascii=False)}" for key, value in (set or {}).items()]
     options = LaunchOptions(Path(config), overrides_of({}, sets), include, exclude)
     run_id = choose_run_id(options.choose(read_config(options)), run_id)
     words = ["launch", "--config", str(config), "--run-id", run_id, "--detach", "--json"]

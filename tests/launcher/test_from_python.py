@@ -10,9 +10,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import gnnfleet as gf
+from launcher.config.loader import load_config
+from launcher.manage import from_python
 from waiting import wait_until
 
 CONFIG = """
@@ -43,6 +47,18 @@ def test_mistakes_are_exceptions(config: Path) -> None:
     assert not isinstance(caught.value, gf.RunFailed)
     with pytest.raises(gf.FleetError, match="no run toy is known on this machine"):
         gf.LaunchedRun("toy")
+
+
+def test_values_of_any_library_and_script_are_set_as_they_are(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[str] = []
+    monkeypatch.setattr(from_python, "_gnnfleet", lambda words, **more: given.extend(words) or (1, "", "not launched"))
+    values = {"name": "été 😀", "train.hidden": np.int64(8), "train.lr": np.float32(0.5), "data.digests": np.bool_(False)}
+    values |= {"train.fanouts": np.array([2, 1]), "data.options.num_nodes": torch.tensor(70)}
+    with pytest.raises(gf.FleetError, match="not launched"):
+        gf.launch(config, set=values)
+    read = load_config(config, [value for option, value in zip(given, given[1:], strict=False) if option == "--set"])
+    assert (read.name, read.train.hidden, read.train.lr, read.data.digests) == ("été 😀", 8, 0.5, False)
+    assert read.train.fanouts == (2, 1) and read.data.options == {"num_nodes": 70}
 
 
 @pytest.mark.slow

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import itertools
 import os
+import re
+import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config.schema import ClusterConfig
@@ -22,6 +25,16 @@ _LAUNCHERS = (
 #: Functions that import the module of a name, which is examined if it is written out.
 _IMPORTS = ("importlib.import_module", "import_module", "__import__")
 
+_PYTHON = re.compile(r"python[0-9.]*")
+
+# Options of Python: those that say what runs, and those whose value is the next word.
+_MODULE_OR_CODE = re.compile(r"-[bBdEiIOPqRsSuvx]*([mc])(.*)", re.DOTALL)
+_WITH_VALUE = re.compile(r"-[bBdEiIOPqRsSuvx]*[WX]|--check-hash-based-pycs")
+
+_SHELLS = ("sh", "bash", "dash", "zsh", "ksh")
+
+_MOST_SCRIPT = 1 << 20  # characters of a shell script that are examined
+
 _OUR_CODE = tuple(CODE_ROOT / name for name in ("gnnfleet", "launcher", "trainer"))  # sent, or not for scripts
 
 _MOST_MODULES, _MOST_BYTES = 2000, 64 << 20  # of modules that are sent because a script imports them
@@ -32,30 +45,43 @@ def own_command_files(
 ) -> OwnCommand:  # fmt: skip
     """Collect the files that the user's command ``argv`` names, modules that its script imports, and ``extra``.
 
-    ``SCRIPT.py ARGS`` becomes ``python SCRIPT.py ARGS``. ``as_module``: as for ``imported_modules``.
+    ``SCRIPT.py ARGS`` becomes ``python SCRIPT.py ARGS``. Of a shell script, its commands are examined, too.
+    ``as_module``: as for ``imported_modules``.
 
     Files below ``cwd`` keep their relative paths on the nodes; other files and folders are stored under their names.
     Raises UsageError for a missing file, for two files that would have the same path on the nodes, and for imported
     modules of more than ``_MOST_MODULES`` files or ``_MOST_BYTES`` bytes.
     """
     first = cwd / argv[0]
-    if first.suffix == ".py" and first.is_file() and ("/" not in argv[0] or not os.access(first, os.X_OK)):
+    if first.suffix == ".py" and os.path.isfile(first) and ("/" not in argv[0] or not os.access(first, os.X_OK)):
         argv = ("python", *argv)
+    what, run = _run_by_python(argv)
     words: list[str] = []
     notes: list[str] = []
     files: dict[str, Path] = {}
-    for word in argv:
-        path = cwd / word
-        if path.is_file() and "/" not in word and word == argv[0]:
+    for k, word in enumerate(argv):
+        named = _named_file(word, cwd)
+        path = cwd / (named or word)
+        program = k == 0 and os.path.isfile(path)
+        if program and "/" not in word:
             words.append(word)  # a first word without / is looked up in the node's PATH, as in a shell
-        elif path.is_file():
+        elif program and (_PYTHON.fullmatch(path.name) or path.parent.name == "bin" and _dest(path, cwd) == path.name):
+            words.append("python" if _PYTHON.fullmatch(path.name) else path.name)
+            notes.append(f"`{word}` is a program of this machine; the nodes run their own {words[0]}")
+        elif named:
             dest = _inside(path, extra, cwd) or _dest(path, cwd)
             _add(files, dest, path)
-            words.append(word if dest == os.path.normpath(word) else dest)
+            there = f"./{dest}" if program and "/" not in dest else dest
+            words.append(word if dest == os.path.normpath(named) else word.removesuffix(named) + there)
         else:
             words.append(word)
-            if path.is_dir():
+            if os.path.isdir(path) and (what, run) != ("module", word):
                 notes.append(f"folder `{word}` in your command is not sent; add it to run.files if the nodes need it")
+    in_scripts = _commands_of_scripts(argv, cwd)
+    for word in itertools.chain.from_iterable(in_scripts):
+        named = _named_file(word, cwd)
+        if named and _dest(cwd / named, cwd) == os.path.normpath(named):
+            _add(files, os.path.normpath(named), cwd / named)
     for name in extra:
         path = Path(name)
         if path.is_dir():
@@ -68,19 +94,17 @@ def own_command_files(
             _add(files, _dest(path, cwd), path)
         else:
             raise UsageError(f"run.files: no file or folder `{name}` on this machine")
-    program, *rest = Path(argv[0]).name, *argv[1:]
-    if program.startswith("python"):
-        rest = [*itertools.dropwhile(lambda word: word.startswith("-") and word != "-m", rest)]
-        program = rest[1] if rest[:1] == ["-m"] and len(rest) > 1 else program
-    if program in _LAUNCHERS:
+    launcher = run if what == "module" else Path(argv[0]).name
+    if launcher in _LAUNCHERS:
         notes.append(
-            f"`{program}` is started in each process of the run and starts further ones there, which know only one "
+            f"`{launcher}` is started in each process of the run and starts further ones there, which know only one "
             "another; gnnfleet sets the variables of torchrun itself: write -- python SCRIPT, and `procs`"
         )
     # The nodes would not have a script with a relative path.
-    script = argv[1] if len(argv) > 1 and Path(argv[0]).name.startswith("python") else argv[0]
+    script = run if what == "script" and _PYTHON.fullmatch(Path(argv[0]).name) else argv[0]
+    script = argv[1] if script in _SHELLS and argv[1:] else script
     if (
-        script.endswith(".py")
+        (script.endswith((".py", ".sh")) or "/" in script and script == argv[0])
         and not script.startswith(("/", "~"))
         and not {script, _dest(cwd / script, cwd)} & set(files)
     ):
@@ -88,7 +112,8 @@ def own_command_files(
             f"your own command: there is no file `{script}` in {cwd.absolute()}, the folder from which files are "
             "sent. Change to the folder of the script, or give an absolute path if the script is already on the nodes"
         )
-    _add_modules(files, argv, extra, cwd, as_module)
+    for command in (argv, *in_scripts):
+        _add_modules(files, command, extra, cwd, as_module)
     planned = tuple(
         copied(dest, path, mode=0o755 if os.access(path, os.X_OK) else 0o644) for dest, path in sorted(files.items())
     )
@@ -127,18 +152,54 @@ def _add_modules(
             f"your own command imports {len(modules):,} modules of {size / 1e6:.0f} MB from {folder}, too many to send "
             "with each run. Install them on the hosts, or start from a folder that has only what the script needs"
         )
-    script = next((path for word in argv if (path := cwd / word).suffix == ".py" and path.is_file()), None)
-    top = Path()
-    if script is not None:
-        dest = Path(_inside(script, extra, cwd) or _dest(script, cwd))
-        top = dest.parents[len(script.relative_to(folder).parts) - 1 if as_module else 0]
     for path in modules:
-        _add(files, (top / path.relative_to(folder)).as_posix(), path)
+        _add(files, _inside(path, extra, cwd) or _dest(path, cwd, folder), path)
 
 
-def _dest(path: Path, cwd: Path) -> str:
-    relative = os.path.relpath(os.path.abspath(path), os.path.abspath(cwd))
-    return path.name if relative.startswith("..") else Path(relative).as_posix()
+def _named_file(word: str, cwd: Path) -> str:
+    """Return the path of a file in a word, as it stands there: in ``conf.yml`` and ``--config=conf.yml``; else ''."""
+    return next((name for name in (word, word.partition("=")[2]) if name and os.path.isfile(cwd / name)), "")
+
+
+def _run_by_python(argv: Sequence[str]) -> tuple[str, str]:
+    """Return what the first Python in ``argv`` runs: ("script", path), ("module", name), ("code", text)."""
+    rest = [*itertools.dropwhile(lambda word: not _PYTHON.fullmatch(Path(word).name), argv)][1:]
+    while rest and rest[0].startswith("-"):
+        if given := _MODULE_OR_CODE.fullmatch(rest[0]):
+            return "module" if given[1] == "m" else "code", given[2] or "".join(rest[1:2])
+        rest = rest[2 if _WITH_VALUE.fullmatch(rest[0]) else 1 :]
+    return ("script", rest[0]) if rest else ("", "")
+
+
+def _commands_of_scripts(argv: Sequence[str], cwd: Path) -> list[list[str]]:
+    """Return the commands in the shell script, or behind the ``-c``, of ``argv``, and in scripts that they run."""
+    found: list[list[str]] = []
+    for command in itertools.chain([list(argv)], found):  # ``found`` grows
+        _, *words = [*itertools.dropwhile(lambda word: Path(word).name not in _SHELLS, command)] or [""]
+        code = next((k for k, word in enumerate(words) if re.fullmatch("-[a-z]*c", word)), None)
+        text = "".join(words[code + 1 : code + 2]) if code is not None else ""
+        for path in (cwd / word for word in (*words, *command[:1]) if not text and os.path.isfile(cwd / word)):
+            with path.open(encoding="utf-8", errors="replace") as file:
+                start = file.read(_MOST_SCRIPT)
+            text = start if words or re.match(r"#!.*sh\b", start) else ""
+        for line in text.replace("\\\n", " ").splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            try:
+                line_words = [*lexer]
+            except ValueError:  # a quote that a later line closes
+                line_words = line.split()
+            parts = itertools.groupby(line_words, lambda word: re.fullmatch("[;&|()<>]+", word) is None)
+            found += [one for is_command, part in parts if is_command and (one := [*part]) not in found]
+    return found
+
+
+def _dest(path: Path, cwd: Path, folder: Path | None = None) -> str:
+    """Return the path on the nodes: that from ``cwd``; of what is elsewhere that from ``folder``, or the name."""
+    there = os.path.relpath(os.path.abspath(folder or path), os.path.abspath(cwd))
+    if there.startswith("..") and (folder is None or path.is_relative_to(folder)):
+        return path.relative_to(folder or path.parent).as_posix()
+    return Path(os.path.relpath(os.path.abspath(path), os.path.abspath(cwd))).as_posix()
 
 
 def _inside(path: Path, extra: Sequence[str], cwd: Path) -> str:
@@ -165,33 +226,49 @@ def _add(files: dict[str, Path], dest: str, path: Path) -> None:
 def imported_modules(argv: Sequence[str], cwd: Path, as_module: bool = False) -> tuple[Path, list[Path]]:
     """Return the folder where the script in ``argv`` finds its modules, and the files of those that it imports there.
 
-    Examines ``python SCRIPT``, ``SCRIPT.py`` and ``python -m MODULE``, whose own files are among those returned. Of a
-    package with ``__init__.py`` all modules are returned, as it may import some of them by name. ``as_module``: whether
-    the script is imported, as a module of the package in whose folder it is.
+    Examines ``python SCRIPT``, ``SCRIPT.py``, ``python -m MODULE`` and ``python -c CODE``, also behind other programs;
+    the files of MODULE are among those returned. Modules in folders that a file adds to ``sys.path`` are found if these
+    folders are below ``cwd``. Of a package with ``__init__.py`` all modules are returned, as it may import some of them
+    by name. ``as_module``: whether the script is imported, as a module of the package in whose folder it is.
     """
-    found = _script(argv, cwd)
-    if found is not None and as_module:
-        folder = _package_top(found[1][0][1])
-        module = ".".join(found[1][0][1].relative_to(folder).with_suffix("").parts)
-        found = folder, [*_files_of(module, folder)]
-    if found is None:
-        return cwd, []
-    folder, waiting = found
+    folder, waiting = _script(argv, cwd)
+    if as_module and waiting:
+        folder = _package_top(waiting[0].path)
+        name = ".".join(waiting[0].path.relative_to(folder).with_suffix("").parts)
+        waiting = _files_of(name, [folder])
+    roots = [folder]
     seen, modules = set[Path](), dict[Path, None]()
     while waiting:
-        module, path = waiting.pop(0)
+        module = waiting.pop(0)
+        path = module.path
         if path in seen or any(path.is_relative_to(ours) for ours in _OUR_CODE):
             continue
         seen.add(path)
-        if module:
+        if module.name:
             modules[path] = None
-            if path.name == "__init__.py" and "." not in module:
+            if path.name == "__init__.py" and "." not in module.name:
                 for file in sorted(path.parent.rglob("*.py")):
-                    rest = file.relative_to(folder)
+                    rest = file.relative_to(module.root)
                     if not any(part.startswith(".") or part == "site-packages" for part in rest.parts):
-                        waiting.append((".".join(rest.with_suffix("").parts), file))
-        waiting += _imported(path, folder)
+                        waiting.append(_Module(".".join(rest.with_suffix("").parts), file, module.root))
+        try:
+            text = module.code.encode() if module.code else path.read_bytes()
+            tree = ast.parse(text)
+        except (OSError, SyntaxError, ValueError, RecursionError):  # Python reports it when the script runs
+            continue
+        if b"sys.path" in text:
+            roots += _added_folders(tree, path, cwd)
+        for name in _imported(tree, module):
+            waiting += _files_of(name, [module.root, *roots])
     return folder, [*modules]
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str  #: '' for a script
+    path: Path
+    root: Path  #: folder in which Python finds it
+    code: str = ""  #: the text, if it is not in the file
 
 
 def _package_top(path: Path) -> Path:
@@ -202,46 +279,63 @@ def _package_top(path: Path) -> Path:
     return folder
 
 
-def _script(argv: Sequence[str], cwd: Path) -> tuple[Path, list[tuple[str, Path]]] | None:
-    """Return what ``argv`` runs: the folder of its modules, and its files as (module name, path).
+def _script(argv: Sequence[str], cwd: Path) -> tuple[Path, list[_Module]]:
+    """Return what ``argv`` runs: the folder of its modules, and its files.
 
-    The module name of a script is ''. Returns None if ``argv`` has neither a ``.py`` file nor ``-m``.
+    There are none if ``argv`` has neither a Python script nor code, nor ``-m`` with a module below ``cwd``.
     """
-    words = list(argv)
-    if words and Path(words[0]).name.startswith("python"):
-        words = words[1:]
-        while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
-            words = words[1:]
-    if words[:1] == ["-m"] and len(words) > 1:
-        return cwd, [*_files_of(words[1], cwd)]
-    path = cwd / words[0] if words else cwd
-    return (path.parent, [("", path)]) if path.suffix == ".py" and path.is_file() else None
+    what, run = _run_by_python(argv)
+    if what == "code":
+        return cwd, [_Module("", cwd / "-c", cwd, run)]
+    if what == "module" and (found := _files_of(f"{run}.__main__", [cwd])):
+        return cwd, found
+    for k, word in enumerate(((run,) if what == "script" else ()) + tuple(argv)):
+        path = cwd / word
+        if not os.path.isfile(path) or _PYTHON.fullmatch(path.name):
+            continue
+        with path.open("rb") as file:
+            by_itself = re.match(rb"#!.*python", file.readline(1000))
+        if path.suffix == ".py" or by_itself or k == 0 and what == "script":
+            return path.parent, [_Module("", path, path.parent)]
+    return cwd, []
 
 
-def _imported(file: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name, file) of each module below ``folder`` that ``file`` imports."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):  # Python reports it when the script runs
-        return
+def _imported(tree: ast.Module, module: _Module) -> Iterator[str]:
+    """Yield the names of the modules that a module imports."""
     for node in _statements(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from _files_of(alias.name, folder)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                package = [*file.parents][node.level - 1]
-                if not package.is_relative_to(folder) or package == folder:
+                package = [*module.path.parents][node.level - 1]
+                if not package.is_relative_to(module.root) or package == module.root:
                     continue
-                base = ".".join([*package.relative_to(folder).parts, *filter(None, [base])])
-            yield from _files_of(base, folder)
-            for alias in node.names:
-                yield from _files_of(f"{base}.{alias.name}", folder)
+                base = ".".join([*package.relative_to(module.root).parts, *filter(None, [base])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in _IMPORTS and node.args:
             name = node.args[0]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                yield from _files_of(name.value, folder)
+                yield name.value
+
+
+def _added_folders(tree: ast.Module, file: Path, cwd: Path) -> Iterator[Path]:
+    """Yield the folders below ``cwd`` that a file may add to ``sys.path``.
+
+    Where its code computes them, as by ``os.path.dirname(__file__)``, these are all that the texts in it may mean.
+    """
+    top = Path(os.path.abspath(cwd))
+    around = [one for one in Path(os.path.abspath(file)).parents if one.is_relative_to(top)]
+    for node in _statements(tree):
+        if isinstance(node, ast.Expr | ast.Assign | ast.AugAssign) and "sys.path" in ast.unparse(node):
+            texts = [
+                one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
+            for base in (*around, top):
+                folder = Path(os.path.normpath(base.joinpath(*texts)))
+                if folder.is_relative_to(top) and os.path.isdir(folder):
+                    yield cwd / folder.relative_to(top)
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
@@ -254,15 +348,20 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _statements(node)
 
 
-def _files_of(module: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield (name, file) of ``module`` and of the packages that contain it, if they are files below ``folder``."""
+def _files_of(module: str, roots: Sequence[Path]) -> list[_Module]:
+    """Return the files of ``module`` and of the packages that contain it, below the first of ``roots`` with any."""
     parts = module.split(".")
-    for n in range(1, len(parts) + 1):
-        path, name = folder.joinpath(*parts[:n]), ".".join(parts[:n])
-        if (path / "__init__.py").is_file():
-            yield name, path / "__init__.py"
-        elif path.with_name(f"{path.name}.py").is_file():
-            yield name, path.with_name(f"{path.name}.py")
-            return
-        elif not path.is_dir():
-            return
+    for root in roots:
+        found = []
+        for n in range(1, len(parts) + 1):
+            path, name = root.joinpath(*parts[:n]), ".".join(parts[:n])
+            if os.path.isfile(path / "__init__.py"):
+                found.append(_Module(name, path / "__init__.py", root))
+            elif os.path.isfile(path.with_name(f"{path.name}.py")):
+                found.append(_Module(name, path.with_name(f"{path.name}.py"), root))
+                break
+            elif not os.path.isdir(path):
+                break
+        if found:
+            return found
+    return []

@@ -52,7 +52,12 @@ def test_mistakes_are_exceptions(config: Path) -> None:
 def test_values_of_any_library_and_script_are_set_as_they_are(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[str] = []
     monkeypatch.setattr(from_python, "_gnnfleet", lambda words, **more: given.extend(words) or (1, "", "not launched"))
-    values = {"name": "été 😀", "train.hidden": np.int64(8), "train.lr": np.float32(0.5), "data.digests": np.bool_(False)}
+    values = {
+        "name": "été 😀",
+        "train.hidden": np.int64(8),
+        "train.lr": np.float32(0.5),
+        "data.digests": np.bool_(False),
+    }
     values |= {"train.fanouts": np.array([2, 1]), "data.options.num_nodes": torch.tensor(70)}
     with pytest.raises(gf.FleetError, match="not launched"):
         gf.launch(config, set=values)

@@ -5,6 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
 import textwrap
 import zipfile
 from dataclasses import replace
@@ -17,7 +22,7 @@ from launcher.config.schema import DataConfig, NodeConfig, RunConfig
 from launcher.errors import FleetError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.plan.files import code_digest, code_files
-from launcher.plan.own_script import imported_modules
+from launcher.plan.own_script import imported_modules, own_command_files
 from launcher.plan.partition import read_partition_files
 from launcher.plan.render import print_plan
 from plan_kit import cluster, facts_of, parts_folder, plan_of
@@ -211,6 +216,67 @@ def test_an_executable_script_with_a_path_runs_itself(script: Path) -> None:
     assert sent_with(script, "train.py")[0] == ("/py", "train.py")
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        "python -W ignore -X dev train.py",
+        "python -um train",
+        "python -m cProfile -o profile train.py",
+        "python -c 'import train'",
+        "env A=1 nice -n 1 python train.py",
+        "torchrun train.py",
+        "./shebang",
+        "bash -c 'cd . && python -u train.py'",
+        "sh run.sh --lr 1",
+        "./run.sh",
+        "python elsewhere/paths.py",
+        "python elsewhere/deep/path.py",
+    ],
+)
+def test_modules_are_sent_however_their_script_is_started(own: str, script: Path, tmp_path: Path) -> None:
+    # What is sent is enough: the command ends here as it does on a node, where nothing else is.
+    (script / "types_only.py").unlink()
+    (script / "lib/layers.py").write_text("from . import parts")
+    (script / "util.py").write_text("import importlib\nimportlib.import_module('deep.er')")
+    (script / "train.py").write_text("import util\nfrom lib import layers\nprint('trained')")
+    (script / "shebang").write_text("#!/usr/bin/env python3\nimport train")
+    (script / "run.sh").write_text("#!/bin/sh\nset -e\nfor fold in 1; do\n  python \\\n    train.py $fold\ndone | cat")
+    (script / "elsewhere/deep").mkdir(parents=True)
+    (script / "elsewhere/paths.py").write_text("import sys\nsys.path.append('.')\nimport train")
+    (script / "elsewhere/deep/path.py").write_text(
+        "import os, sys\nsys.path[:0] = [os.path.join(os.path.dirname(__file__), '..', '..', 'lib')]\n"
+        "import parts\nprint('trained')"
+    )
+    for name in ("shebang", "run.sh"):
+        (script / name).chmod(0o755)
+    sent = own_command_files(shlex.split(own), (), script)
+    node = tmp_path / "node"
+    for file in sent.files:
+        (node / file.dest).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file.source, node / file.dest)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = ["python" if word == "torchrun" else word for word in sent.argv]
+    assert "trained" in subprocess.run(command, cwd=node, env=variables, capture_output=True, text=True).stdout
+
+
+def test_files_in_options_are_sent_and_programs_of_this_machine_are_not(script: Path, tmp_path: Path) -> None:
+    (script / "conf.yml").write_text("x")
+    (script / ".venv/bin").mkdir(parents=True)
+    (script / ".venv/bin/python3.11").symlink_to(sys.executable)
+    argv, sent = sent_with(script / "lib", "python", "layers.py", f"--conf={script}/conf.yml", "--text", "x" * 300)
+    assert argv[1:] == ("layers.py", "--conf=conf.yml", "--text", "x" * 300) and {"layers.py", "conf.yml"} <= sent
+    for python in (".venv/bin/python3.11", sys.executable):
+        argv, sent = sent_with(script, python, "util.py")
+        assert argv == ("/py", "util.py") and sent == {"util.py", "deep/er.py"}
+    (script / "go.sh").write_text("#!/bin/sh\necho")
+    (script / "go.sh").chmod(0o755)
+    assert sent_with(script / "lib", "../go.sh") == (("./go.sh",), {"go.sh"})  # PATH does not have it
+    for own in (("./gone",), ("bash", "gone.sh"), ("python", "-u", "gone.py")):
+        with pytest.raises(UsageError, match="there is no file `.*gone.* in .*, the folder from which files are sent"):
+            sent_with(script, *own)
+
+
 def test_a_module_that_is_run_is_sent_with_its_package(script: Path) -> None:
     assert sent_with(script, "python3", "-m", "deep.er")[1] == {"deep/er.py"}
     assert sent_with(script, "python3", "-m", "lib.layers")[1] == LIB
@@ -244,7 +310,7 @@ def test_another_launcher_in_the_command_is_noted(own: tuple[str, ...], script: 
 def test_scripts_that_cannot_be_read_are_sent_alone(script: Path) -> None:
     (script / "broken.py").write_text("import util\n(")
     assert sent_with(script, "python", "broken.py")[1] == {"broken.py"}
-    assert sent_with(script, "python", "-c", "import util")[1] == set()
+    assert sent_with(script, "python", "-c", "import util\n(")[1] == set()
 
 
 def test_too_many_modules_are_refused(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,10 @@ from launcher.node.json_reader import records
 from launcher.node.json_records import EVENT
 from launcher.report.device_use import known_number, mean
 from launcher.report.launch_file import LaunchFile
-from launcher.report.metrics import Metrics, metrics_files, read_metrics
+from launcher.report.metrics import Metrics, TaskMetric, metric_of, metrics_files, read_metrics
 from launcher.report.profile import milliseconds
 from launcher.report.run_folder import FoundRun, known_here
 from launcher.report.run_history import Entry, entry_of
-from launcher.report.task_metric import TaskMetric, metric_of
 from launcher.text import seconds_words
 
 _Form = Literal["text", "score", "seconds", "rate", "bytes", "share", "spent"]

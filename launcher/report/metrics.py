@@ -1,4 +1,7 @@
-"""Reads the metrics files of a run from its folder, in one pass over the lines of all nodes: curves and summaries."""
+"""Reads the metrics files of a run from its folder, in one pass over the lines of all nodes: curves and summaries.
+
+Also which metric a run is scored by.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,60 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 from launcher.node.json_reader import records
 from launcher.node.json_records import METRIC
 from launcher.report.profile import Analysis, Profile, analyse
-from launcher.report.task_metric import TaskMetric, metric_of
 
 POINTS = 1500  #: maximum of one curve; more points make the page slow and are not visible
 
 Line = Mapping[str, Any]
 
 Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """The metric by which a run chooses its best epoch."""
+
+    name: str = "accuracy"  #: its field in metrics lines
+    title: str = "accuracy"
+    better: Literal["more", "less"] = "more"
+
+    def of(self, line: Mapping[str, Any], split: str = "") -> float | None:
+        """Return the value in an ``eval`` or, with ``split``, a ``result`` line; None if missing or not finite."""
+        value = line.get(f"{split}_{self.name}" if split else self.name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            return None
+        return float(value)
+
+    def baseline(self, result: Mapping[str, Any], split: str) -> tuple[str, bool]:
+        """Return the score of the simplest prediction in a ``result`` line, and whether the run is not better.
+
+        The score is in words, as ``0.1020 (the targets with most links)``; '' if the line has none.
+        """
+        own, simplest, name = self.of(result, split), self.of(result, f"baseline_{split}"), result.get("baseline")
+        if simplest is None or not isinstance(name, str):
+            return "", False
+        worse = own is not None and (own <= simplest if self.better == "more" else own >= simplest)
+        return f"{score_text(simplest)} ({name})" + ("; the model is not better than it" if worse else ""), worse
+
+
+def metric_of(lines: Iterable[Mapping[str, Any]]) -> TaskMetric:
+    """Return the metric of the first line that has a field ``metric``; accuracy if no line has it."""
+    for line in lines:
+        name = line.get("metric")
+        if isinstance(name, str) and name:
+            title = line.get("metric_title")
+            title = title if isinstance(title, str) and title else name
+            return TaskMetric(name, title, "less" if line.get("better") == "lower" else "more")
+    return TaskMetric()
+
+
+def score_text(value: float) -> str:
+    """Return a number with four decimals below 1000, one decimal below a million, else four significant digits."""
+    return f"{value:.4f}" if abs(value) < 1e3 else f"{value:.1f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 @dataclass(frozen=True)

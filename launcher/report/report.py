@@ -19,11 +19,10 @@ from launcher.plan.model import NodePlan
 from launcher.report.device_use import device_line, device_uses
 from launcher.report.events import finding_words, lasting_findings, nan_finding, nan_words
 from launcher.report.explain import hint
-from launcher.report.metrics import Metrics
+from launcher.report.metrics import Metrics, metric_of, score_text
 from launcher.report.outcome import Outcome, aftermath_of
 from launcher.report.profile import print_profile
 from launcher.report.run_folder import tracked_runs, tracked_words
-from launcher.report.task_metric import metric_of, score_text
 from launcher.text import count, spans
 
 _SHOWN = 8  # files of the output folder that are listed

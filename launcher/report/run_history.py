@@ -16,6 +16,7 @@ from rich.text import Text
 from launcher.errors import FleetError, UsageError
 from launcher.report.events import nan_finding
 from launcher.report.launch_file import BEFORE_NODES, LaunchFile
+from launcher.report.metrics import metric_of
 from launcher.report.run_folder import (
     FoundRun,
     Tracked,
@@ -29,7 +30,6 @@ from launcher.report.run_folder import (
     registry_folder,
     tracked_runs,
 )
-from launcher.report.task_metric import metric_of
 from launcher.report.verdict import known_without_nodes, result_words
 from launcher.text import Column, FittedTable, count, seconds_words
 

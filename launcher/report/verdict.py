@@ -14,9 +14,9 @@ from launcher.report.ending import conclude
 from launcher.report.events import nan_finding, nan_words
 from launcher.report.last_attempt import LastAttempt
 from launcher.report.launch_file import BEFORE_NODES, LaunchFile
+from launcher.report.metrics import metric_of, score_text
 from launcher.report.report import Lost, RunReport, excluded_names, resume_command
 from launcher.report.run_folder import FoundRun, attempts, last_sign
-from launcher.report.task_metric import metric_of, score_text
 from launcher.report.waiting import waiting_words
 from launcher.text import clock_time, count, seconds_words
 

@@ -13,8 +13,8 @@ from launcher.files import write_whole
 from launcher.hostlist import fold
 from launcher.report.compare import compare, figures_of, print_comparison
 from launcher.report.html.render import render
+from launcher.report.metrics import score_text
 from launcher.report.run_folder import read_folder
-from launcher.report.task_metric import score_text
 from launcher.sweep.page import sweep_page
 from launcher.sweep.show import best_trial, trial_table, values_words
 from launcher.sweep.sweep import Sweep

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from launcher.errors import UsageError
-from launcher.report.task_metric import TaskMetric, metric_of
+from launcher.report.metrics import TaskMetric, metric_of
 from trainer.core.train_config import LOWER_IS_BETTER
 
 _SPLITS = ("train", "val", "test")

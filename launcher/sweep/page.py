@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.report.html.charts import bars
 from launcher.report.html.page import Chart, Fact, PageSection, ReportPage, Table, Words
-from launcher.report.task_metric import score_text
+from launcher.report.metrics import score_text
 from launcher.sweep.metric import Metric
 from launcher.sweep.records import Definition, Trial
 from launcher.sweep.show import best_trial, values_words

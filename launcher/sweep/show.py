@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from launcher.hostlist import fold
-from launcher.report.task_metric import score_text
+from launcher.report.metrics import score_text
 from launcher.run.live_table import clock
 from launcher.sweep.hosts import HostPool
 from launcher.sweep.metric import Metric

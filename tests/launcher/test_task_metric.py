@@ -17,11 +17,10 @@ from launcher.report.compare import compare, figures_of, rendered
 from launcher.report.html.record import read_record
 from launcher.report.html.sections import report_page
 from launcher.report.launch_file import LaunchFile
-from launcher.report.metrics import Metrics
+from launcher.report.metrics import Metrics, TaskMetric, metric_of, score_text
 from launcher.report.report import RunReport, print_report
 from launcher.report.run_folder import read_folder
 from launcher.report.run_history import entry_of
-from launcher.report.task_metric import TaskMetric, metric_of, score_text
 
 
 def made_run(top: Path, run_id: str, errors: tuple[float, ...], **changes: Any) -> Path:

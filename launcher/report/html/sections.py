@@ -26,11 +26,10 @@ from launcher.report.html.charts import (
 from launcher.report.html.page import Block, Fact, Lines, PageSection, ReportPage, Table, Tone, Words
 from launcher.report.html.record import RunRecord
 from launcher.report.html.timeline import timeline_chart
-from launcher.report.metrics import number
+from launcher.report.metrics import metric_of, number, score_text
 from launcher.report.outcome import aftermath_of
 from launcher.report.profile import rank_name
 from launcher.report.run_folder import tracked_runs
-from launcher.report.task_metric import metric_of, score_text
 from launcher.report.verdict import from_here
 from launcher.text import count, seconds_words, spans
 

@@ -91,6 +91,11 @@ def test_undirected_keeps_the_attributes_of_each_direction(tmp_path):
 TARGETS = {
     "regression": (np.array([0, 1, 0.5, 0, 0, 0]), "0.5 at position 2 is not a whole number"),
     "infinite": (np.array([0, np.inf, 1, 0, 0, 0]), "inf at position 1 is not a whole number"),
+    "beyond int64": (np.array([0, 1e19, 1, 0, 0, 0]), "1e.19 at position 1 is not a whole number, or too large"),
+    "rounded": (
+        np.array([20_000_000.5, 0, 1, 0, 0, 0], np.float32),
+        "20000000.0 at position 0 is not a whole number, or too large for one in float32",
+    ),
     "multi-label": (np.eye(6, dtype=np.float32), r"its shape is \[6, 6\]"),
     "complex": (np.zeros(6, complex), "its dtype is complex128"),
 }

@@ -697,7 +697,7 @@ def test_every_column_is_in_the_draft(tmp_path: Path) -> None:
     for text in (
         "churned is 0 or 1, and empty in 35% of the rows: taken as the label",
         "empty cells become 0: income (25%)",
-        "age is not used: 5 of its 40 values are not numbers, such as 'unknown'",
+        "age is not used: 5 of its 40 values are not numbers, such as 'unknown'; if these mean missing values, list",
         "name is not used: it has another text in each row",
         "shop_id is not used: it looks like a key of another table",
         "empty is not used: it is empty",

@@ -248,10 +248,12 @@ def _classes(kept: dict[str, RawArray], splits: Mapping[str, Ids], requested: in
         reason = f"its dtype is {y.dtype}"
     elif y.dtype.kind == "f":
         flat = y.reshape(-1)
-        whole = np.isnan(flat) | (np.isfinite(flat) & (flat == np.rint(flat)))
+        exact = 2.0 ** (np.finfo(y.dtype).nmant + 1)  # larger numbers are rounded to whole ones
+        whole = np.isnan(flat) | ((abs(flat) < exact) & (flat == np.rint(flat)))
         if not whole.all():
             position = int(np.argmin(whole))
-            reason = f"{flat[position]} at position {position} is not a whole number"
+            large = f", or too large for one in {y.dtype}" * bool(abs(flat[position]) >= exact)
+            reason = f"{flat[position]} at position {position} is not a whole number{large}"
     if reason:
         if requested is not None:
             raise DataError(f"{place}: y is not class labels: {reason}; leave out option num_classes to keep y")

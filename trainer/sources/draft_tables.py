@@ -191,8 +191,8 @@ class _Column:
             odd = [text for text in self.texts or () if not _is_number(text)]
             shown = f", such as {odd[0][:40]!r}" if odd else ""
             return (
-                f"{self.present - self.numbers:,} of its {self.present:,} values are not numbers{shown}; empty these "
-                "cells, and list the column under features, with fill"
+                f"{self.present - self.numbers:,} of its {self.present:,} values are not numbers{shown}; if these mean "
+                "missing values, list them under null_values, and the column under features, with fill"
             )
         if self.is_written_otherwise:
             return (

@@ -186,7 +186,7 @@ class _Conversion:
                 f"{scan.where}: {repeated:,} ids occur more than once in column {table.id!r}, first {value!r}: "
                 f"{scan.place(first)}, and {scan.place(again)}; every node needs one row"
             )
-        arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, count) for each in columns}
+        arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count) for each in columns}
         arrays |= self._splits(table, scan, count, arrays.get("y"), arrays.get("time"))
         scan.close()
         kind = "integers" if self.integers[of] else "texts"
@@ -259,7 +259,7 @@ class _Conversion:
             listed[lists.values[0]] = True
             empty = f"; {count - listed.sum():,} rows list none" if not listed.all() else ""
             self.notes.append(f"{scan.where}: {total:,} {table.targets} nodes in {table.label[0]}{empty}")
-        arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, count) for each in columns}
+        arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count) for each in columns}
         arrays |= self._splits(table, scan, count, arrays.get("y"), arrays.get("time"), listed)
         edges[table.entity, HAS, of] = {
             "edge_index": self._edge_index((table.entity, HAS, of), name, count, scan, count)
@@ -360,7 +360,7 @@ class _Conversion:
         if count == 0:
             raise DataError(f"{where} has no files, and the edge tables have no ids of this type")
         id_ = ArrayColumn("id", ["id"], np.dtype(np.int64) if self.integers[of] else None)
-        arrays = {"id": self.arrays.export(id_, ordered, where, count, count)}
+        arrays = {"id": self.arrays.export(id_, ordered, where, count)}
         self.database.run(f"DROP TABLE {ordered}", where)
         kind = "integers" if self.integers[of] else "texts"
         found = ", ".join(dict.fromkeys(f"{column} of {scan.where}" for scan, column, _ in ends))
@@ -483,8 +483,7 @@ class _Conversion:
             f"LEFT JOIN {number_of[of[2]]}_ids t ON t.id = e.gf_target ORDER BY gf_row",
             scan.where,
         )
-        ((total,),) = self.database.rows(f"SELECT count(*) FROM {name}", scan.where)
-        if total == 0:
+        if self.database.rows(f"SELECT count(*) FROM {name}", scan.where) == [(0,)]:
             raise DataError(f"{scan.where}: {scan.files[0]} has no rows")
         count = self._check_dangling(of, table, scan, name, number_of)
         columns = self._columns(of, table, scan, "edge_attr")
@@ -517,7 +516,7 @@ class _Conversion:
             codes = code_sql(scan, table.relation, texts, f"categories{self.enums}")
             columns.append(ArrayColumn(_RELATION, [codes], np.dtype(np.int64)))
         self._check_names(columns, scan)
-        arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count, total) for each in columns}
+        arrays = {each.name: self.arrays.export(each, scan.sql, scan.where, count) for each in columns}
         arrays["edge_index"] = self._edge_index(of, name, count, scan)
         if table.label and table.has_split and not self._holds_out(of):
             arrays[EDGE_SPLIT] = self._labelled_split(table, arrays, scan)
@@ -575,7 +574,7 @@ class _Conversion:
             train, val, _ = files_of_splits(table, self.source, scan.where)
             first = sum(map(scan.row_count, train)) if scan.sql else 0
             last = first + sum(map(scan.row_count, val))
-            sql = f"CASE WHEN rowid < {first} THEN 0 WHEN rowid < {last} THEN 1 ELSE 2 END"
+            sql = f"CASE WHEN {scan.file_row} < {first} THEN 0 WHEN {scan.file_row} < {last} THEN 1 ELSE 2 END"
         return ArrayColumn(EDGE_SPLIT, [f"CAST({sql} AS TINYINT)"], np.dtype(np.int8))
 
     def _holds_out(self, of: EdgeType) -> bool:
@@ -649,13 +648,9 @@ class _Conversion:
                     f"{scan.where}: `dangling: drop` would drop all {count:,} edges ({counted}): {examples}; write the "
                     "ids of both tables in the same way"
                 )
-            self.database.run(
-                f"DELETE FROM {scan.sql} WHERE rowid IN (SELECT gf_row FROM {name} WHERE {dangling})", scan.where
-            )
-            self.database.run(
-                f"CREATE OR REPLACE TABLE {name} AS SELECT * FROM {name} WHERE NOT ({dangling}) ORDER BY gf_row",
-                scan.where,
-            )
+            scan.keep(f"SELECT gf_row FROM {name} WHERE NOT ({dangling})")  # DELETE may number rows again at any time
+            known = f"SELECT gf_s, gf_t FROM {name} WHERE NOT ({dangling}) ORDER BY gf_row"
+            self.database.run(f"CREATE OR REPLACE TABLE {name} AS {known}", scan.where)
             self.notes.append(
                 f"{scan.where}: {bad:,} of {count:,} edges dropped, an end is empty or not in its node table"
                 + (f"; WARNING: these are most ({examples})" if 2 * bad > count else "")

@@ -56,8 +56,8 @@ class TableArrays:
     def __init__(self, database: Database, folder: Path) -> None:
         self._database, self.folder, self._serial = database, folder, 0
 
-    def export(self, column: ArrayColumn, table: str, where: str, count: int, total: int) -> RawArray:
-        """Return the array of an attribute, for the ``count`` rows of a database table that are left of ``total``.
+    def export(self, column: ArrayColumn, table: str, where: str, count: int) -> RawArray:
+        """Return the array of an attribute, for the ``count`` rows of a database table.
 
         ``where``: name of the table in messages.
         """
@@ -72,7 +72,7 @@ class TableArrays:
         width = sum(max(1, each) for each in column.widths) if column.is_matrix else 0
         out = self.empty(column.name, column.dtype, (count, width) if width else (count,))
         lists, done = any(column.widths), 0
-        for begin, end in row_ranges(total, max(1, width) * 8):
+        for begin, end in row_ranges(count, max(1, width) * 8):
             if lists:
                 blocks = [
                     self.rows(table, f"{f'unnest({sql})' if listed else sql} AS v", begin, end, where)["v"]

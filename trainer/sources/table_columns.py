@@ -284,12 +284,11 @@ def ids_are_integers(scan: Scan, column: str, role: str = "id") -> bool:
 
 
 def has_decimal_texts(scan: Scan, column: str) -> bool:
-    """Return whether a column of ids contains texts such as ``12.0``."""
+    """Return whether a column of ids contains texts such as ``12.0`` and others than whole numbers of any size."""
     if scan.types[column] != "VARCHAR":
         return False
-    (any_,) = scan.database.rows(
-        f"SELECT bool_or(regexp_full_match({quoted(column)}, '{INTEGER}\\.0+')) FROM {scan.sql}", scan.where
-    )[0]
+    decimal, whole = (f"regexp_full_match({quoted(column)}, '{INTEGER}{of}')" for of in ("\\.0+", "(\\.0+)?"))
+    (any_,) = scan.database.rows(f"SELECT bool_or({decimal}) AND NOT bool_and({whole}) FROM {scan.sql}", scan.where)[0]
     return bool(any_)
 
 

@@ -284,6 +284,11 @@ class Scan:
         self.database.run(f"ALTER TABLE gf_kept RENAME TO {self.sql}", self.where)
         self._renumbered = True
 
+    @property
+    def file_row(self) -> str:
+        """SQL expression of a row's number in all files, from 0."""
+        return "gf_file_row" if self._renumbered else "rowid"
+
     def close(self) -> None:
         self.database.run(f"DROP TABLE IF EXISTS {quoted(f'rows of {self.where}')}", self.where)
         for path in self._in_utf8.values():

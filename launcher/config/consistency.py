@@ -62,6 +62,20 @@ PYG_DATASETS = tuple(
     """.split()
 )
 
+#: Graphs of classes that have several, as ``Planetoid:Cora``.
+_PYG_GRAPHS = {
+    "Planetoid": ("Cora", "CiteSeer", "PubMed"),
+    "Amazon": ("Computers", "Photo"),
+    "Coauthor": ("CS", "Physics"),
+    "CitationFull": ("Cora", "Cora_ML", "CiteSeer", "DBLP", "PubMed"),
+    "HeterophilousGraphDataset": ("Roman-empire", "Amazon-ratings", "Minesweeper", "Tolokers", "Questions"),
+    "WebKB": ("Cornell", "Texas", "Wisconsin"),
+    "WikipediaNetwork": ("Chameleon", "Squirrel"),
+    "Entities": ("AIFB", "AM", "MUTAG", "BGS"),
+    "HGBDataset": ("ACM", "DBLP", "Freebase", "IMDB"),
+    "Airports": ("USA", "Brazil", "Europe"),
+}
+
 
 def check_nodes(config: ClusterConfig, reader: Reader) -> None:
     """Report settings that contradict each other in one node or between two nodes; invalid values are skipped."""
@@ -361,10 +375,23 @@ def _serving(config: ClusterConfig, reader: Reader) -> None:
 
 def misspelt_dataset(name: str) -> str:
     """Return why ``name`` is no dataset, in words, or '' if it is one or may be one of a newer torch_geometric."""
-    known, word = (*OWN_DATASETS, *_OGB_DATASETS, *PYG_DATASETS), name.partition(":")[0]
+    known, (word, colon, graph) = (*OWN_DATASETS, *_OGB_DATASETS, *PYG_DATASETS), name.partition(":")
+    if colon and word in (*OWN_DATASETS, *_OGB_DATASETS):
+        return f"there is no dataset `{name[:100]}`; did you mean `{word}`?"
     if word in known:
-        return ""
+        named = {one.lower(): f"{word}:{one}" for one in _PYG_GRAPHS.get(word, ())}
+        wanted = graph.lower().replace("_", "-") if word == "HeterophilousGraphDataset" else graph.lower()
+        nearest = difflib.get_close_matches(wanted[:100], named, 1)
+        if wanted in named or not named or graph and not nearest:  # the graph may be one of a newer torch_geometric
+            return ""
+        hint = (
+            f"did you mean `{named[nearest[0]]}`?" if nearest else f"it has several graphs: {', '.join(named.values())}"
+        )
+        return f"there is no dataset `{name[:100]}`; {hint}"
     by_lower = {one.lower(): one for one in known}
+    for kind, graphs in _PYG_GRAPHS.items():
+        if word.lower() not in by_lower and (found := [one for one in graphs if one.lower() == word.lower()]):
+            return f"there is no dataset `{name[:100]}`; did you mean `{kind}:{found[0]}`?"
     near = difflib.get_close_matches(word.lower()[:100], by_lower, 1, 0.75)
     if near:
         variant = name[len(word) :][:100]

@@ -151,6 +151,7 @@ AMBIGUOUS = {  # hostfile → the end of its only message
     "a np=8\n": "hosts:1: unknown word `np`; did you mean `a slots=8`?",
     "a max_slots=4\n": "hosts:1: `a max_slots=4` may mean 4 slots or fewer; write `a slots=4`",
     "a slots=4\nb\n": "hosts:2: `b` may mean one slot, or one per core; write `b slots=1`",
+    "a slots=4\nb:8\n": "hosts:2: `b:8` is no line of a file with slots; write `b slots=8`",
     "a slots=4 max_slots=2\n": "hosts:1: slots=4 is more than 2, the maximum on this line",
     "a slots=4 slots=8\n": "hosts:1: `a slots=4 slots=8` has the same word twice; leave one",
     "a slots=-1\n": "hosts:1: expected `host slots=4`, found `a slots=-1`",

@@ -199,6 +199,8 @@ def read_hostfile(source: Source) -> Foreign:
                 wrong += f"did you mean `{match[1]} {near[0]}={settings[unknown]}`?"
             else:
                 wrong += "only slots and max_slots are read; leave it out, or write a cluster.yml (gnnfleet import)"
+        elif not slots and not most and after and int(after[2]) < PORTS_FROM:
+            wrong = f"`{words}` is no line of a file with slots; write `{after[1]} slots={int(after[2]) or 1}`"
         elif slots is None:
             number_of = f"{most} slots or fewer" if most else "one slot, or one per core"
             wrong = f"`{words}` may mean {number_of}; write `{match[1]} slots={most or 1}`"

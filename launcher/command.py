@@ -27,17 +27,25 @@ class Secret(str):
         return str.__str__(self)
 
 
+#: Words with which the name of a secret ends: some also without ``_`` before them, as in ``PGPASSWORD``, some never
+#: alone, as ``PWD``. Several of a kind have numbers, as ``API_KEY_2``.
 _SECRET_NAME = re.compile(
-    r"(?i:(?!GNNFLEET_)(?:[A-Z0-9_]*_)?"
-    r"(?:KEY|KEY_ID|SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|PASS|PW|AUTH|AUTHORIZATION|CREDENTIALS?|CONNECTION_STRING))"
+    r"(?i:(?!GNNFLEET_)(?:"
+    r"\w*(?:SECRETS?|TOKEN|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|(?:API|ACCESS|SECRET|PRIVATE|AUTH)_?KEY)"
+    r"|(?:\w*_)?(?:KEY|KEY_ID|PASS|PW|AUTH|AUTHORIZATION|CREDS?|COOKIES?|JWT|BEARER|CONNECTION_STRING)"
+    r"|\w*_(?:PWD|PAT|SAS|WEBHOOK(?:_URL)?))(?:_?\d+)?)"
 )
 
-_LOGIN_IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")  # as in https://user:password@proxy:3128
+#: A password in a URL, as in ``https://user:password@proxy:3128``, a signature or key in its query, or a header.
+_SECRET_VALUE = re.compile(
+    r"://[^/@\s]*:[^/@\s]+@|[?&][\w-]*(?:sig|signature|token|key|secret|password)=.|\bbearer \S{8}|\bauthorization:",
+    re.IGNORECASE,
+)
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether an environment variable is a secret: by its name, as ``WANDB_API_KEY``, or a password in a URL."""
-    return _SECRET_NAME.fullmatch(name) is not None or _LOGIN_IN_URL.search(value) is not None
+    """Whether an environment variable is a secret, by its name, as ``WANDB_API_KEY``, or its value, as a signed URL."""
+    return _SECRET_NAME.fullmatch(name) is not None or _SECRET_VALUE.search(value) is not None
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ _OPTIONS = frozenset(
 
 _IN_URL = re.compile(r"://[^/]*:[^/]*@|://[^/]*:(?!\d*(/|$))|[?#]")  # password, or a query, which may hold a token
 
+_LOGIN = re.compile("[^/@]*:[^/@]*@")  # before a host, without a scheme
+
 _ELSEWHERE = (
     "put them into the environment of the nodes, or into the file in which this kind of store looks for them "
     "(~/.aws/credentials)"
@@ -63,7 +65,7 @@ def _doubtful(options: Any, name: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(options, (list, tuple)):
         for value in options:
             yield from _doubtful(value, name)
-    elif isinstance(options, str) and "://" in options and _IN_URL.search(unquote(options)):
+    elif isinstance(options, str) and (_IN_URL.search if "://" in options else _LOGIN.match)(unquote(options)):
         yield name, "a URL with a password or a query"
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from golden_kit import GOLDEN, check_text
-from launcher.command import Command, render, shell_line
+from launcher.command import Command, is_secret, render, shell_line
 from launcher.config.loader import load_config
 from launcher.config.roles import part_block
 from launcher.config.schema import NodeConfig, RunConfig
@@ -210,6 +210,30 @@ def test_a_plan_shows_no_secret_of_env() -> None:
         assert "hush" not in shown and "WANDB_API_KEY" in shown and "false" in shown
     start = next(file.content for file in plan.nodes[0].files if file.dest.endswith("start.sh"))
     assert "export WANDB_API_KEY='hush 1'" in start  # the host gets it
+
+
+@pytest.mark.parametrize(
+    ("variable", "secret"),
+    [
+        *(
+            (f"{name}=x", True)
+            for name in ("PGPASSWORD", "MYSQL_PWD", "GITHUB_PAT", "WANDB_APIKEY", "API_KEY_2", "JWT")
+        ),
+        *((f"{name}=x", True) for name in ("CLIENTSECRET", "AUTHTOKEN", "AWS_CREDS", "SLACK_WEBHOOK", "pgpassword")),
+        *(
+            (f"{name}=x", False)
+            for name in ("PWD", "OLDPWD", "KEYBOARD", "KEYS", "AUTHOR", "MAX_TOKENS", "PATH", "SAS")
+        ),
+        ("GNNFLEET_TOKEN=x", False),  # masked by its type
+        ("DATA=https://store/x?se=2026&sig=abc", True),
+        ("DATA=https://store/x?X-Amz-Signature=abc", True),
+        ("HEADERS=Authorization: Bearer abcdefgh", True),
+        ("DATA=https://store/x?page=2", False),
+        ("MODE=bearer x", False),
+    ],
+)
+def test_secrets_among_variables(variable: str, secret: bool) -> None:
+    assert is_secret(*variable.split("=", 1)) == secret
 
 
 def test_the_token_is_shown_nowhere_but_in_node_json(tmp_path: Path) -> None:

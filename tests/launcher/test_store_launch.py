@@ -269,6 +269,7 @@ def test_credentials_on_a_command_line_are_refused(
             (f"store: 's3://b/x', store_options: {options}", f"data.store_options.{name}: {complaint}")
             for options, name, complaint in (
                 ("{secret: hush}", "secret", "not one of the options that are known to hold no secret"),
+                ("{endpoint_url: 'u:hush@minio:9000'}", "endpoint_url", "a URL with a password"),
                 ("{client_kwargs: {aws_secret_access_key: hush}}", "client_kwargs.aws_secret_access_key", "not one of"),
                 (
                     "{client_kwargs: {endpoint_url: 'http://u:hush@minio'}}",

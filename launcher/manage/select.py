@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,39 +48,57 @@ class _RunFileSeen:
 def discovered(config: ClusterConfig, config_path: Path, run: str | None) -> Iterator[OpenRun]:
     """Find a run on the hosts of ``config`` (read from ``config_path``) and open it.
 
-    ``run``: the run's id or a part of it; None: the newest run. ``config`` may list the run's hosts in another order
-    than at launch, and further hosts. Raises UsageError if no run or several runs match, FleetError if no host can be
-    reached.
+    ``run``: the run's id or a part of it; None: the newest run that is alive, else the newest. ``config`` may list the
+    run's hosts in another order than at launch, and further hosts. Raises UsageError if no run or several runs match,
+    FleetError if no host can be reached.
     """
     connections = connect_all(config)
     try:
         seen = _list_runs(config, connections)
-        run_id = _choose(seen, run, config_path, connections)
-        of_run = [one for one in seen if one.run_id == run_id]
-        plan = _read_plan(of_run, connections)
-
-        # For each node_rank of the run, the node of the config with the same login, else with the same host, else whose
-        # host has the run's files of this node_rank.
-        logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
-        by_host = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
-        by_login = {node.node_rank: logins.get(node.target, by_host.get(node.host)) for node in plan.nodes}
-        hosts = {node_rank: index for node_rank, index in by_login.items() if index is not None}
-        for one in sorted(of_run, key=lambda one: one.host in hosts.values()):  # hosts without a node first
-            hosts.setdefault(one.node_rank, one.host)
-        by_node: dict[int, Transport | TransportError] = {}
-        nodes = []
-        for k, node in enumerate(plan.nodes):
-            if k in hosts:
-                by_node[k] = connections[hosts[k]]
-                nodes.append(config.nodes[hosts[k]])
-            else:
-                why = "the cluster file does not list this node"
-                by_node[k] = TransportError(why, host=node.target, node_rank=k)
-                nodes.append(NodeConfig(host=node.host))
-        found = FoundRun(run_id, None, None, plan, resolve_saved(config, nodes), None, config_path)
-        yield OpenRun(found, by_node)
+        ids = _choose(seen, run, config_path, connections)
+        opened = _open(ids[0], seen, config, config_path, connections)
+        for run_id in ids[1:_LISTED]:
+            if any(view.alive for view in opened.views().values()):
+                break
+            with suppress(FleetError):  # a damaged plan
+                other = _open(run_id, seen, config, config_path, connections)
+                opened = other if any(view.alive for view in other.views().values()) else opened
+        yield opened
     finally:
         close_all(connections)
+
+
+def _open(
+    run_id: str,
+    seen: list[_RunFileSeen],
+    config: ClusterConfig,
+    config_path: Path,
+    connections: Mapping[int, Transport | TransportError],
+) -> OpenRun:
+    """Open a run that was found on the hosts of ``config``."""
+    of_run = [one for one in seen if one.run_id == run_id]
+    plan = _read_plan(of_run, connections)
+
+    # For each node_rank of the run, the node of the config with the same login, else with the same host, else whose
+    # host has the run's files of this node_rank.
+    logins = {node.login: i for i, node in reversed(list(enumerate(config.nodes)))}
+    by_host = {node.host: i for i, node in reversed(list(enumerate(config.nodes)))}
+    by_login = {node.node_rank: logins.get(node.target, by_host.get(node.host)) for node in plan.nodes}
+    hosts = {node_rank: index for node_rank, index in by_login.items() if index is not None}
+    for one in sorted(of_run, key=lambda one: one.host in hosts.values()):  # hosts without a node first
+        hosts.setdefault(one.node_rank, one.host)
+    by_node: dict[int, Transport | TransportError] = {}
+    nodes = []
+    for k, node in enumerate(plan.nodes):
+        if k in hosts:
+            by_node[k] = connections[hosts[k]]
+            nodes.append(config.nodes[hosts[k]])
+        else:
+            why = "the cluster file does not list this node"
+            by_node[k] = TransportError(why, host=node.target, node_rank=k)
+            nodes.append(NodeConfig(host=node.host))
+    found = FoundRun(run_id, None, None, plan, resolve_saved(config, nodes), None, config_path)
+    return OpenRun(found, by_node)
 
 
 def _list_runs(config: ClusterConfig, connections: Mapping[int, Transport | TransportError]) -> list[_RunFileSeen]:
@@ -106,7 +124,8 @@ def _list_runs(config: ClusterConfig, connections: Mapping[int, Transport | Tran
 
 def _choose(
     seen: list[_RunFileSeen], run: str | None, config_path: Path, connections: Mapping[int, Transport | TransportError]
-) -> str:
+) -> list[str]:
+    """Return the id of the run that ``run`` names; None: those of all runs, the newest first. Raises UsageError."""
     oldest_first = sorted(seen, key=lambda one: one.mtime)
     ids = list(dict.fromkeys(one.run_id for one in reversed(oldest_first)))
     if not ids:
@@ -117,14 +136,14 @@ def _choose(
             "give the cluster file with which the run was launched"
         )
     if run is None:
-        return ids[0]
+        return ids
     how, close = matching(ids, run)
     listed = ", ".join((close or ids)[:_LISTED])
     if not close:
         raise UsageError(f"no run `{run}` on the hosts of {config_path}; the newest there are {listed}")
     if len(close) > 1:
         raise UsageError(f"`{run}` {how} the ids of {len(close)} runs there ({listed}); give more of the id")
-    return close[0]
+    return close
 
 
 def _read_plan(seen: list[_RunFileSeen], connections: Mapping[int, Transport | TransportError]) -> LaunchPlan:

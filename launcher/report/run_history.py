@@ -77,12 +77,17 @@ def default_runs(runs_dirs: Sequence[Path]) -> list[FoundRun]:
     if not known:
         raise UsageError(_none_known(None, runs_dirs))
     started = [folder for folder in known if not never_ran(folder)] or known
-    newest = read_folder(started[0])
-    found = [newest]
-    for folder in started[1:]:
+    found = []
+    for folder in started:
         with suppress(FleetError):  # a damaged run folder
             found.append(read_folder(folder))
     alive = [run for run in found if not known_without_nodes(run)]
+    try:
+        newest = read_folder(started[0])
+    except FleetError:
+        if alive:
+            return alive
+        raise
     return alive if alive == [newest] else [*alive, newest]
 
 

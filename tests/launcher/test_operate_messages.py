@@ -15,6 +15,7 @@ import pytest
 
 from golden_kit import check_messages
 from launcher.cli.main import run
+from launcher.config.loader import to_yaml
 from launcher.errors import UnreachableError, node_label
 from launcher.manage import node_views
 from launcher.manage.select import Choice, chosen
@@ -257,6 +258,33 @@ def test_the_default_run_is_the_newest_that_is_alive(tmp_path: Path, monkeypatch
     assert [found.run_id for found in default_runs([])] == ["over", "running", "over"]
     assert run(["status"]) == 0 and capsys.readouterr().out.startswith("run running ")
     assert resumable_run([], changed=False).run_id == "over"
+
+
+def test_a_damaged_newest_run_does_not_hide_one_that_is_alive(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    trains(LocalRun(tmp_path / "a", "running").launched("train", started=1.0))
+    damaged = LocalRun(tmp_path / "b", "damaged").launched("train", started=2.0)
+    (damaged.folder / "run.json").write_text("{")
+    assert run(["status"]) == 0 and capsys.readouterr().out.startswith("run running ")
+    assert run(["status", "damaged"]) != 0
+
+
+def test_on_the_hosts_of_a_config_the_default_run_is_the_newest_that_is_alive(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    alive = LocalRun(tmp_path, "running").launched("train", started=1.0)
+    trains(alive)
+    over = LocalRun(tmp_path, "over").launched("train", started=2.0)
+    for k in range(2):
+        result(over, k, "failed")
+    for when, made in enumerate((alive, over)):
+        for node in made.nodes:
+            os.utime(node.path / "run.json", (when, when))
+    config = tmp_path / "cluster.yml"
+    config.write_text(to_yaml(alive.config))
+    with chosen(Choice(None, config)) as opened:
+        assert opened.found.run_id == "running"
 
 
 def test_without_a_live_run_the_default_is_the_newest_that_started(tmp_path: Path, monkeypatch, capsys) -> None:

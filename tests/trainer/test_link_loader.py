@@ -159,6 +159,9 @@ def test_labels_leave_zero_to_the_negatives():
     (batch,) = loader
     assert batch.edge_label.tolist() == [*(labels + 1).tolist(), *[0] * 60]
     assert batch.edge_label.dtype == torch.int64
+    unknown = torch.tensor([math.nan, 0.0]).repeat(30)
+    (batch,) = DistLinkNeighborLoader(data, [2], edge_label=unknown, batch_size=60, neg_sampling="binary")
+    assert batch.edge_label.nan_to_num(9).tolist() == [9, 1] * 30 + [0] * 60
 
 
 def test_no_neighbour_and_no_negative_is_later_than_its_link():

@@ -139,6 +139,9 @@ def checks(monkeypatch):
     return run
 
 
+MANY = tuple(map(str, range(40)))
+
+
 def both(rank, *seeds):
     return [(step, rank, each) for step in ("make", "check") for each in seeds]
 
@@ -152,6 +155,9 @@ def both(rank, *seeds):
         (both(1, "b") + both(0, "a", "b"), []),
         (both(0, "a") + both(1, "a", "c") + both(0, "b") + both(1, "b"), []),  # only rank 1 makes c
         (both(0, "a") + both(1, "a") + both(0, "b") + both(1, "c"), [(1, "c")]),
+        (both(0, *MANY) + both(1, "0"), []),  # rank 0 is 39 loaders ahead
+        (both(0, "0") + both(1, *MANY), []),
+        (both(0, *MANY[:30]) + both(1, *"abc"), [(1, each) for each in "abc"]),
     ],
 )
 def test_a_rank_may_make_more_loaders_at_a_line_than_others(steps, refused, checks):

@@ -196,6 +196,9 @@ def test_unsupported_models_and_loaders_are_refused():
         "BasicGNN models": (torch.nn.Linear(4, 5), DistNeighborLoader(data, [-1])),
         "of a homogeneous graph": (model, DistNeighborLoader(hetero_data(), [-1], "paper")),
         r"num_neighbors=\[-1\]": (model, DistNeighborLoader(data, [-1, -1])),
+        "no others": (model, DistNeighborLoader(data, [-1], subgraph_type="bidirectional")),
+        "or subgraph_type": (model, DistNeighborLoader(data, [-1], weight_attr="edge_weight")),
+        "have no x": (model, DistNeighborLoader(parts_of(data), [-1], attrs=["y"])),
         "every node once": (model, DistNeighborLoader(data, [-1], [1, 2])),
         "divides its nodes among 2 ranks, but the process group has 1": (
             model, DistNeighborLoader(data, [-1], rank=1, layout=RankLayout.everywhere(2, 1)),

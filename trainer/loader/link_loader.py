@@ -166,8 +166,8 @@ class DistLinkNeighborLoader(PyGLoader):
                     "edge_label cannot be used with triplet negatives, as batches then have src_index, dst_pos_index"
                     " and dst_neg_index instead of labels; leave edge_label out, or use neg_sampling='binary'"
                 )
-            if label is not None and len(label) and not label.is_complex() and label.min() == 0:
-                self._label = label + 1  # negatives have label 0
+            if label is not None and not label.is_complex() and bool((label == 0).any()) and not (label < 0).any():
+                self._label = label + 1  # negatives have label 0; NaN stays
             ends = (self.inputs.edge_type[0], given.src_weight), (self.inputs.edge_type[2], given.dst_weight)
             src, dst = (node_draw(graph, of, None if w is None else as_array(w), settings) for of, w in ends)
             self._draws = src, dst

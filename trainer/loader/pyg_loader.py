@@ -41,7 +41,9 @@ from trainer.sampler.types import SampleSettings, SeedSet
 
 _TRAINER = str(Path(__file__).resolve().parents[1])
 
-_COMPARED = 32  #: loaders of one place in the user's code that are compared, the newest
+_COMPARED = 32  #: loaders of one place in the user's code that are compared
+
+_EARLIER = "…"  #: in place of the digests of earlier loaders, if there are more
 
 _made: dict[str, list[str]] = {}  #: digests of the loaders made at each place in the user's code
 
@@ -51,11 +53,15 @@ class SameOnAllRanks:
 
     The first rank to check publishes digests of the loaders that it has made at one place in the user's code: the lines
     of the user's functions that led there. Every other rank compares them with those of the loaders that it has made
-    there. One rank may have made more loaders than the other, but not each of them one that the other lacks.
+    there. One rank may have made more loaders than the other, but not each of them one that the other lacks. After very
+    many different loaders of one place this is not known.
     """
 
     def __init__(self, digest: str, rank: int, world_size: int):
         self._digest, self._rank, self._world_size = digest[:16], rank, world_size
+        self._done = world_size == 1
+        if self._done:
+            return
         # File and line of each caller outside this package, the innermost first.
         frame: FrameType | None = sys._getframe(1)
         lines = []
@@ -66,15 +72,15 @@ class SameOnAllRanks:
         self._made_at, self._place = lines[0], " ".join(lines)
         known = _made.setdefault(self._place, [])
         if self._digest not in known:
-            known[:] = [*known[1 - _COMPARED :], self._digest]
-        self._done = False
+            known[:] = [_EARLIER, *known[2 - _COMPARED :]] if len(known) == _COMPARED else known
+            known.append(self._digest)
 
     def check(self) -> None:
         """Raise ``SettingsError`` if another rank has different seeds or settings.
 
         Does nothing unless a process group has as many ranks as the loader.
         """
-        if self._done or self._world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        if self._done or not (dist.is_available() and dist.is_initialized()):
             return
         if dist.get_world_size() != self._world_size:
             return
@@ -90,7 +96,7 @@ class SameOnAllRanks:
             self._done = True
             return
         self._done = self._digest in theirs
-        if not self._done and not set(theirs) <= set(known):
+        if not self._done and _EARLIER not in (*known, *theirs) and not set(theirs) <= set(known):
             raise SettingsError(
                 f"the loader made at {self._made_at} has other seeds, times or settings on rank {self._rank} than on"
                 f" rank {first}. Pass the same, complete seeds on every rank: the loader splits each batch"

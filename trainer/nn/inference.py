@@ -26,9 +26,9 @@ def inference(
 
     Args:
         model: A ``BasicGNN`` (GraphSAGE, GCN, GIN, …) in evaluation mode, with ``jk`` None or ``"last"``.
-        loader: Loader with ``num_neighbors=[-1]`` that yields every node once as a seed. A model that normalises by
-            degrees, such as GCN, needs ``[-1, -1]``, for the degrees of the seeds' neighbours. Each layer iterates over
-            the loader once.
+        loader: Loader with ``num_neighbors=[-1]`` that yields every node once as a seed, with features ``x``. A model
+            that normalises by degrees, such as GCN, needs ``[-1, -1]``, for the degrees of the seeds' neighbours. Each
+            layer iterates over the loader once.
         device: Device on which the layers compute; default: the device of their inputs.
         embedding_device: Device that stores the rows of all nodes between layers: two float tensors [num_nodes, width]
             on every rank. ``gnnfleet.WholeGraph`` stores them in files instead.
@@ -68,10 +68,13 @@ def inference(
     if any(getattr(layer, "cached", False) for layer in model.modules()):
         raise SettingsError("inference needs a model without cached=True, which keeps the degrees of the first batch")
     wanted = [-1, -1] if normalised else [-1]
-    if list(s.fanouts[HOMO_EDGE]) != wanted or s.time is not None:
+    # By weight, edges of weight 0 are left out; bidirectional batches have edges that the graph does not have.
+    added = loader.output_options.subgraph_type == "bidirectional"
+    if list(s.fanouts[HOMO_EDGE]) != wanted or s.time is not None or s.weight is not None or added:
         why = f", two hops because {normalised[0]} reads the degrees of neighbours" if normalised else ""
         raise SettingsError(
-            f"inference needs all neighbours{why}: give the loader num_neighbors={wanted}, and no time_attr"
+            f"inference needs all neighbours, and no others{why}: give the loader num_neighbors={wanted}, and no"
+            " time_attr, weight_attr or subgraph_type='bidirectional'"
         )
     (inputs,) = loader.inputs.of.values()
     if not len(inputs.nodes) == len(np.unique(inputs.nodes)) == num_nodes or loader.options.drop_last:
@@ -104,6 +107,8 @@ def _layer(
     found: Tensor | None = None
     for batch in cached if layer and cached is not None else loader:
         n_id, seeds = batch["n_id"].to(embedding_device), batch["batch_size"]
+        if "x" not in batch and rows is None:
+            raise SettingsError("inference: the batches have no x, the features of nodes; give the nodes some")
         x = batch["x"] if rows is None else rows[n_id]
         edges = batch["adj_t" if "adj_t" in batch else "edge_index"]
         if layer == 0 and cached is not None:

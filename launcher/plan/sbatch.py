@@ -20,6 +20,12 @@ _WARNING = 120  # seconds before the time limit at which Slurm sends SIGUSR1; it
 
 _LEAST_WARNING = 10
 
+#: Options of sbatch without a value.
+_FLAGS = (
+    *("contiguous", "exclusive", "get-user-env", "hold", "ignore-pbs", "no-kill", "no-requeue", "overcommit"),
+    *("oversubscribe", "quiet", "reboot", "requeue", "spread-job", "use-min-nodes", "verbose"),
+)
+
 _OURS = ("ntasks", "ntasks-per-node", "output", "error", "open-mode", "signal", "wrap")
 
 _TEXT = """\
@@ -55,14 +61,22 @@ def sbatch_script(
 def parse_options(text: str) -> dict[str, str]:
     """Return the options of sbatch in ``partition=gpu,time=2:00:00,requeue``; a flag has the value ``true``.
 
-    Commas in brackets do not separate. Raises UsageError for an option without a name.
+    Commas in brackets do not separate, nor do those in values, as in ``exclude=gnn1,gnn2``. Raises UsageError for an
+    option without a name.
     """
-    found = {}
+    found: dict[str, str] = {}
+    last = ""  # option with a value that the word before belongs to
     for word in split_list(text):
         name, equals, value = word.partition("=")
-        if not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
+        if not equals and name not in _FLAGS and last:
+            found[last] += f",{word}"
+        elif not re.fullmatch(r"[a-z][a-z0-9_-]*", name):
             raise UsageError(f"--slurm {word}: give long options of sbatch without --, such as partition=gpu,nodes=4")
-        found[name] = value if equals else "true"
+        elif not equals and name not in _FLAGS:
+            raise UsageError(f"--slurm {word}: give its value, or {word}=true if it is an option without one")
+        else:
+            found[name] = value if equals else "true"
+            last = name if equals else ""
     return found
 
 

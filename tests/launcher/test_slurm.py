@@ -141,6 +141,14 @@ def test_nodes_of_a_job_to_submit(tmp_path: Path) -> None:
     }
     with pytest.raises(UsageError, match="--slurm =3: give long options of sbatch"):
         slurm_overrides("=3")
+    given = slurm_overrides("mail-type=END,FAIL,requeue,exclude=gpu1,gpu[2-3],nodes=2")
+    assert dict(given[1:]) == {
+        **{"slurm.mail-type": "END,FAIL", "slurm.requeue": "true"},
+        **{"slurm.exclude": "gpu1,gpu[2-3]", "slurm.nodes": "2"},
+    }
+    for word in ("nodes", "requeue,nodes"):
+        with pytest.raises(UsageError, match="--slurm nodes: give its value, or nodes=true if it is an option without"):
+            slurm_overrides(word)
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ class _Names:
         Host names take precedence over labels such as ``node3``. Without wildcards, full host names take precedence
         over short ones.
         """
-        name = name.lower()
+        name = re.sub(r"^\[(.*:.*)\]$", r"\1", name.lower())  # an IPv6 address
         if "*" not in name and "?" not in name:
             return self.full.get(name) or self.short.get(name) or self.labels.get(name, [])
         matches = re.compile("".join({"*": ".*", "?": "."}.get(char) or re.escape(char) for char in name)).fullmatch

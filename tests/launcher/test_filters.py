@@ -59,6 +59,7 @@ def remaining(config: ClusterConfig, include: Sequence[str] = (), exclude: Seque
         (["10.0.0.7"], "10.0.0.7"),
         (["10.0.0.[7,70]"], "10.0.0.7 10.0.0.70:0"),
         (["fe80::1"], "fe80::1"),
+        (["[fe80::1]"], "fe80::1"),
         (["[fe80::1]:22", "fe80::1"], "ERROR"),
         (["node04:0,2"], "node04.lab:0,2"),
         (["node04:2-3"], "node04.lab:3,2"),

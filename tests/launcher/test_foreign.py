@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,8 +22,10 @@ import pytest
 from golden_kit import GOLDEN, check_messages, check_text
 from launcher.cli.launch_compat import imported
 from launcher.cli.main import run
+from launcher.config.importers.base import Flags
+from launcher.config.importers.detect import read_foreign
 from launcher.config.loader import load_config
-from launcher.errors import ConfigError, FleetError
+from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import CODE_ROOT
 from launcher.run.config_of_options import read_config
 from launcher.run.options import LaunchOptions
@@ -173,6 +176,21 @@ AMBIGUOUS = {  # hostfile → the end of its only message
     "n1/3-0+n2/0\n": "hosts:1: expected `host slots=4`, found `n1 slots=-2`",
     "n1 4\nn2 4\n": "hosts:2: `n2 4`: 4 is no port of a DGL server; for 4 processes write `n2 slots=4`",
 }
+
+
+@pytest.mark.parametrize(
+    ("value", "there"),
+    [("x y", "x y"), ("a;id", "a;id"), ("$(id)", "$(id)"), ("`id`", "`id`"), ('a"b\\', 'a"b\\'), ("{a,b}", "{a,b}")]
+    + [("$HOME/x y", "/h/x y"), ("/lib:${HOME}", "/lib:/h"), ("~/x", "/h/x"), ("", "")],
+)
+def test_extra_variables_are_values_and_not_shell_code(value: str, there: str, tmp_path: Path) -> None:
+    (tmp_path / "ip").write_text("- 10.0.0.1 1234\n")
+    found = read_foreign(tmp_path / "ip", Flags(dataset="synthetic", extra_envs=(f"B={value}",)))
+    (line,) = load_config(tmp_path / "ip", ("data={dataset: synthetic}",), foreign=found).nodes[0].setup
+    command = ["bash", "-c", f'{line}\nprintf %s "$B"']
+    assert subprocess.run(command, env={"HOME": "/h"}, capture_output=True, text=True).stdout == there
+    with pytest.raises(UsageError, match="--extra_envs A B=1: give variables as NAME=value"):
+        read_foreign(tmp_path / "ip", Flags(dataset="synthetic", extra_envs=("A B=1",)))
 
 
 @pytest.mark.parametrize("content", AMBIGUOUS)

@@ -19,7 +19,7 @@ from launcher.config.importers.base import (
     virtual_origin,
 )
 from launcher.config.importers.pyg_command import Remote
-from launcher.errors import ConfigError, Problem
+from launcher.errors import ConfigError, Problem, UsageError
 from launcher.hostlist import PORTS_FROM, SSH_PORT, RangeError, expand, split_list
 from launcher.yaml_tree import Origin, Section, Tree
 
@@ -266,7 +266,17 @@ def _pyg(nodes: list[tuple[Origin, str]], flags: Flags, notes: list[str]) -> Sec
         common["workdir"] = text(origin, posixpath.join(folder, "gnnfleet-work/node{node_rank}"))
     if remote.devices:
         common["devices"] = listed(origin, [number(origin, word) for word in re.split(r"\s*,\s*", remote.devices)])
-    if lines := (*(f"export {pair}" for pair in flags.extra_envs), *remote.setup):
+    exports = []
+    for pair in flags.extra_envs:
+        name, _, value = pair.partition("=")
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"--extra_envs {pair}: give variables as NAME=value")
+        if not re.fullmatch(
+            r"([\w@%+=:,./~-]|\$\w+|\$\{\w+\})*", value
+        ):  # more than a word; variables of the host are replaced
+            value = '"' + re.sub(r'(["\\`]|\$(?![A-Za-z_{]))', r"\\\1", value) + '"'
+        exports.append(f"export {name}={value}")
+    if lines := (*exports, *remote.setup):
         common["setup"] = listed(origin, [text(origin, line) for line in lines])
     entries = [section(origin, {"host": text(origin, host), **common}) for origin, host in nodes]
     at = virtual_origin("the host list")

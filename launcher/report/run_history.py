@@ -45,15 +45,18 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     if run is not None and "/" in run.rstrip("/"):
         return read_folder(given_folder(Path(os.path.expanduser(run))))
     known = known_runs(runs_dirs)
-    if not known:
+    is_folder = run is not None and os.path.isfile(os.path.join(run, "launch.json"))
+    if not known and not is_folder:
         raise UsageError(_none_known(run, runs_dirs))
     if run is None:
         return default_runs(runs_dirs)[0]
     wanted = run.rstrip("/")
-    how, names = matching([folder.name for folder in known], wanted)
+    how, names = ("", []) if wanted in (".", "..") else matching([folder.name for folder in known], wanted)
     close = [folder for folder in known if folder.name in names]
     if len(close) == 1:
         return read_folder(close[0])
+    if not close and is_folder:  # such as ``.``
+        return read_folder(Path(os.path.abspath(run)))
     if not close:
         names = [folder.name for folder in known[:_LISTED]] + (["…"] if len(known) > _LISTED else [])
         raise UsageError(f"no run `{run}` is known here; the newest are {', '.join(names)} (`gnnfleet runs` lists all)")

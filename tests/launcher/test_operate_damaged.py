@@ -105,6 +105,16 @@ def test_without_a_registry_a_run_is_found_by_its_folder(local_run, capsys) -> N
     assert status == 0 and "no process of it is left on its 2 nodes" in output
 
 
+def test_a_run_is_found_in_the_folder_where_the_command_runs(local_run, capsys, monkeypatch) -> None:
+    shutil.rmtree(local_run.top / "state", ignore_errors=True)
+    for place, name in ((local_run.folder, "."), (local_run.folder / "logs", ".."), (local_run.folder.parent, "link")):
+        place.mkdir(exist_ok=True)
+        monkeypatch.chdir(place)
+        if name == "link":
+            Path("link").symlink_to(local_run.folder)
+        assert run_cli(capsys, "status", name)[1].startswith("run r1 ")
+
+
 def test_a_user_without_a_home_has_no_registry_in_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setattr("os.path.expanduser", lambda path: path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 import tarfile
 from contextlib import suppress
@@ -279,6 +280,21 @@ def test_a_damaged_partition_is_one_clear_message_and_leaves_nothing(damage, tmp
         convert_partition(source, tmp_path / "parts", say=lambda line: None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
     assert "code from a file ran" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sample", "file", "old", "new", "message"),
+    [
+        ("dgl_hetero", "demo.json", rb"(?<=0,)\s*5", b"%d" % 2**70, "node_map of author: expected a range .start, end. per"),
+        ("pyg24_hetero", "META.json", rb'\["author",', b"[[],", "cannot be read as a partition of torch_geometric.dist"),
+        ("glt_hetero", "part1/node_feat/paper/feats.pkl", rb"(?s).*", b"", "paper: feats.pkl has fewer tensors than ids.pkl"),
+    ],
+)  # fmt: skip
+def test_odd_values_in_files_are_one_clear_message(samples, tmp_path, sample, file, old, new, message):
+    source = shutil.copytree(samples / sample, tmp_path / "theirs")
+    (source / file).write_bytes(re.sub(old, new, (source / file).read_bytes(), count=1))
+    with pytest.raises(DataError, match=message):
+        open_source(source).read()
 
 
 def test_a_damaged_file_of_dgl_is_one_clear_message(samples, tmp_path):

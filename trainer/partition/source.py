@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from trainer.core.errors import DataError, PartitionError
+from trainer.core.errors import DataError, PartitionError, TrainerError
 from trainer.core.files import parse_json
 from trainer.core.row_sort import Scratch
 from trainer.data.build import build_dataset
@@ -25,6 +25,7 @@ from trainer.partition.foreign.glt import GLT
 from trainer.partition.foreign.pyg import PYG
 from trainer.partition.foreign.types import ForeignFormat
 from trainer.partition.restore import PartitionedGraph, restore_graph
+from trainer.sources.pyg import first_line
 from trainer.store.manifest import MANIFEST, Manifest, read_manifest
 
 DATASET = "partition"  #: name of the dataset whose source is a partition folder
@@ -100,7 +101,15 @@ class PartitionSource:
         """
         if self.format is None:
             return restore_graph(self.folder, work)
-        found = self.format.read(self.folder, WorkArrays(work))
+        try:
+            found = self.format.read(self.folder, WorkArrays(work))
+        except (TrainerError, OSError):
+            raise
+        except Exception as error:  # files that contradict each other or have other content, in any way
+            raise DataError(
+                f"{self.folder} cannot be read as a partition of {self.title} ({type(error).__name__}: "
+                f"{first_line(error)}): its files are damaged, or not of one partition; copy them or make them again"
+            ) from error
         raw = with_extra_arrays(found.raw, self._extra)
         scratch = None if work is None or memory is None else Scratch(work, memory)
         dataset = hold_out_links(build_dataset(raw, self.options, self.fingerprint, scratch), self.options, scratch)

@@ -50,7 +50,7 @@ class _Ranges:
             pairs = list(zip([0, *listed[:-1]], listed, strict=True))
         try:
             ranges = np.asarray(pairs, np.int64).reshape(-1, 2)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise DataError(f"{place}: expected a range [start, end] per part") from None
         if len(ranges) != num_parts or (np.diff(ranges, axis=1) < 0).any() or (np.diff(ranges[:, 0]) < 0).any():
             raise DataError(f"{place}: expected {num_parts} ascending ranges [start, end]")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,13 @@ class _Partition:
         folder = self._typed(self.folder / f"part{part_id}" / group, of)
         if (folder / "feats.pkl").exists():
             rows, ids = (load_pickled_tensors(folder / f"{name}.pkl") for name in ("feats", "ids"))
-            yield from ((each.values, array) for array, each in zip(rows, ids, strict=True))
+            for array, own in zip_longest(rows, ids):
+                if array is None or own is None:
+                    raise DataError(
+                        f"{folder}: feats.pkl has {'fewer' if array is None else 'more'} tensors than ids.pkl; copy both "
+                        "again"
+                    )
+                yield own.values, array
         elif (folder / "feats.pt").exists():
             yield load_array(folder / "ids.pt").values, load_array(folder / "feats.pt")
 

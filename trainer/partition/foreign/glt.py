@@ -97,8 +97,8 @@ class _Partition:
             for array, own in zip_longest(rows, ids):
                 if array is None or own is None:
                     raise DataError(
-                        f"{folder}: feats.pkl has {'fewer' if array is None else 'more'} tensors than ids.pkl; copy both "
-                        "again"
+                        f"{folder}: feats.pkl has {'fewer' if array is None else 'more'} tensors than ids.pkl; copy "
+                        "both again"
                     )
                 yield own.values, array
         elif (folder / "feats.pt").exists():

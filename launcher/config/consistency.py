@@ -14,6 +14,7 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, node_w
 from launcher.config.validation import Reader, dotted
 from launcher.node.environment import RANK_VARIABLES
 from launcher.text import count
+from launcher.yaml_tree import shortened
 from trainer.core.remote_settings import CacheSize, parse_bytes
 from trainer.core.train_config import Neighbors, Schedule, problems
 
@@ -75,6 +76,23 @@ _PYG_GRAPHS = {
     "HGBDataset": ("ACM", "DBLP", "Freebase", "IMDB"),
     "Airports": ("USA", "Brazil", "Europe"),
 }
+
+_HELD_OUT = ("hold_out", "hold_out_val", "hold_out_test", "hold_out_time")
+
+_GENERATED = (
+    *("num_nodes", "avg_degree", "num_classes", "num_features", "homophily", "noise", "seed", "train", "val", "test"),
+    *("edge_weight", "time", *_HELD_OUT),
+)
+
+#: Names of the options of generated graphs; of other datasets but ``tables`` and ``partition``: ``READ_OPTIONS``.
+GENERATED_OPTIONS = {
+    "synthetic": (*_GENERATED, "skew"),
+    "synthetic-hetero": (*_GENERATED, "all_features", "undirected"),
+}
+READ_OPTIONS = (
+    *("num_nodes", "num_classes", "undirected", "normalize_features", "split", "time_attrs", "hetero", "target"),
+    *("reverse_types", "subset", *_HELD_OUT, "hold_out_split"),
+)
 
 
 def check_nodes(config: ClusterConfig, reader: Reader) -> None:
@@ -274,6 +292,15 @@ def _data(config: ClusterConfig, reader: Reader) -> None:
     wrong = misspelt_dataset(data.dataset) if data.dataset and config.makes_parts else ""
     if wrong and reader.good(("data", "dataset")):
         reader.report(("data", "dataset"), f"data.dataset: {wrong}")
+    known = GENERATED_OPTIONS.get(data.dataset, READ_OPTIONS)
+    unknown = next((name for name in data.options if name not in known), None)
+    checked = not wrong and config.makes_parts and data.dataset not in ("", "tables", "partition")
+    if unknown is not None and checked and reader.good(("data", "dataset"), ("data", "options")):
+        near = difflib.get_close_matches(unknown, known, 1)
+        hint = f"did you mean `{near[0]}`?" if near else f"the options are {', '.join(known)}"
+        reader.report(
+            ("data", "options"), f"data.options: dataset {data.dataset} has no option `{shortened(unknown)}`; {hint}"
+        )
     needed = sources.get(data.dataset)
     if needed and not data.source and config.makes_parts and reader.good(("data", "source")):
         reader.report(("data", "dataset"), f"data.source is missing; it is {needed}")

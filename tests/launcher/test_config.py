@@ -474,7 +474,8 @@ def test_common_spellings_of_numbers_and_booleans(load: Load) -> None:
 
 
 def test_dataset_options_keep_their_types(load: Load) -> None:
-    text = "nodes: [a]\ndata: {dataset: partition, source: x, options: {n: 100_000, p: 1e-3, q: '1e-3', r: true, s: [x, ~]}}\n"
+    text = "nodes: [a]\ndata: {dataset: partition, source: x, "
+    text += "options: {n: 100_000, p: 1e-3, q: '1e-3', r: true, s: [x, ~]}}\n"
     assert load(text).data.options == {"n": 100_000, "p": 0.001, "q": "1e-3", "r": True, "s": ["x", None]}
 
 
@@ -645,7 +646,8 @@ def test_the_settings_of_the_page_on_training_are_valid(load: Load) -> None:
 def test_saved_config_keeps_odd_values(load: Load, tmp_path: Path) -> None:
     config = load(
         'name: "on"\nnodes: [{host: a, env: {E: "1e-3", N: null_, Q: "it\'s: \\"x\\" #é"}, devices: [1]}]\n'
-        'data: {dataset: partition, source: /x, options: {p: 1e-7, q: "1e-3", n: "12"}}\nrun: {encrypt: off, master_port: 29511}\n'
+        'data: {dataset: partition, source: /x, options: {p: 1e-7, q: "1e-3", n: "12"}}\n'
+        "run: {encrypt: off, master_port: 29511}\n"
         "train: {early_stop: 3, optimizer: AdamW, class_weights: [1, 2.5], metrics: roc_auc}\n"
     )
     saved = tmp_path / "saved.yml"

@@ -825,6 +825,16 @@ def test_keys_with_a_point_are_keys_in_the_draft(tmp_path: Path) -> None:
     assert drafted["comments"]["edges"]["user__has__cart"] == ["dangling: uid is empty in 5 rows: no edges"]
 
 
+def test_uuids_of_edges_are_left_out_of_the_draft(tmp_path: Path) -> None:
+    sql(f"COPY (SELECT 'u' || range AS who, range % 7 AS age FROM range(40)) TO '{tmp_path}/users.parquet'")
+    pairs = "'u' || range % 40 AS who, 'u' || range * 7 % 40 AS whom, uuid() AS token"
+    sql(f"COPY (SELECT {pairs} FROM range(200)) TO '{tmp_path}/follows.parquet'")
+    drafted = draft_tables(tmp_path)
+    ((note,),) = drafted["comments"]["edges"].values()
+    assert note.startswith("token is not used")
+    load(tmp_path, {name: drafted[name] for name in ("nodes", "edges")}, tmp_path / "work")
+
+
 @pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
 def test_an_encoding_is_guessed_in_the_draft_and_nothing_is_left_in_the_folder(tmp_path: Path, encoding: str) -> None:
     text = "id,town\n" + "".join(

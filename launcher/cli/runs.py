@@ -136,9 +136,11 @@ def follow(ctx: click.Context, plain: bool, on_interrupt: OnInterrupt | None, **
 
     Exit status: that of the run; 0 if it is still running.
     """
+    from launcher.report.verdict import known_without_nodes
+
     console, as_json = _console(ctx, values)
-    with _open(ctx, values, _is_over_here) as run:
-        if _is_over_here(run.found):
+    with _open(ctx, values, known_without_nodes) as run:
+        if known_without_nodes(run.found):
             ctx.exit(_show_over(run.found, console, as_json))
         from launcher.manage.collect_run import folder_for
         from launcher.manage.follow import follow as follow_run
@@ -212,10 +214,11 @@ def collect(ctx: click.Context, **values: Any) -> None:
     Exit status: that of the run; 0 if it is still running; 1 if it is unknown because nodes cannot be reached.
     """
     from launcher.manage.collect_run import collect_run, folder_for
+    from launcher.report.verdict import known_without_nodes
 
     console, as_json = _console(ctx, values)
-    with _open(ctx, values, _is_over_here) as run:
-        if _is_over_here(run.found):
+    with _open(ctx, values, known_without_nodes) as run:
+        if known_without_nodes(run.found):
             ctx.exit(_show_over(run.found, console, as_json))
         collected = collect_run(run, folder_for(run, _choice(ctx, values).runs_dirs[0]))
         if collected.report is not None:
@@ -344,13 +347,6 @@ def _console(ctx: click.Context, values: Mapping[str, Any]) -> tuple[Console, bo
     """Return the console, and whether stdout is for JSON."""
     as_json = bool(values.get("as_json") or (ctx.obj or {}).get("as_json"))
     return console_of(as_json), as_json
-
-
-def _is_over_here(found: FoundRun) -> bool:
-    """Return whether the run's folder here tells its state, so that no node needs to be asked."""
-    from launcher.report.verdict import known_without_nodes
-
-    return known_without_nodes(found)
 
 
 def _show_over(found: FoundRun, console: Console, as_json: bool) -> int:

@@ -11,8 +11,8 @@ from launcher.config.schema import node_workdir
 from launcher.errors import NodeCallError
 from launcher.plan.model import NodeFacts
 from launcher.plan.placement import at_home, container, interpreter
-from launcher.preflight.finding import Finding, Survey
-from launcher.preflight.survey import Inquiry
+from launcher.preflight.finding import Finding
+from launcher.preflight.survey import Inquiry, Survey
 from launcher.transport.base import Transport
 from launcher.transport.rpc import NodeAgent
 

@@ -11,7 +11,8 @@ from typing import Any
 from launcher.config.roles import kernel_requirement
 from launcher.node.exit_description import size
 from launcher.preflight.check_health import gpu_faults, logged_faults
-from launcher.preflight.finding import Finding, Severity, Survey
+from launcher.preflight.finding import Finding, Severity
+from launcher.preflight.survey import Survey
 from launcher.text import count
 
 MOST_USED = 0.1  #: maximum fraction of a free device's memory that other processes may use

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-from launcher.preflight.finding import Finding, Survey
+from launcher.preflight.finding import Finding
+from launcher.preflight.survey import Survey
 from launcher.text import count
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent

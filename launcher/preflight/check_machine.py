@@ -9,7 +9,8 @@ from typing import Any
 from launcher.config.roles import lead, serves
 from launcher.errors import node_label
 from launcher.plan.ports import master_candidates, service_candidates
-from launcher.preflight.finding import Finding, Survey
+from launcher.preflight.finding import Finding
+from launcher.preflight.survey import Survey
 
 _MAX_CLOCK_OFFSET = 5.0  # seconds
 

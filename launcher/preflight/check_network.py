@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 from launcher.preflight.connectivity import CONTROL, FREE, MASTER, SERVICE, BlockedRoute, Connectivity, interface_of
-from launcher.preflight.finding import Finding, Survey
+from launcher.preflight.finding import Finding
+from launcher.preflight.survey import Survey
 from launcher.text import spans
 
 _SETTINGS = {MASTER: "run.master_port", CONTROL: "run.control_port", SERVICE: "run.service_port"}

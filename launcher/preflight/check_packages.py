@@ -27,8 +27,9 @@ from functools import cache
 
 from launcher.config.roles import extra_packages
 from launcher.node.programs import packages
-from launcher.preflight.finding import Finding, Severity, Survey
-from launcher.text import OWN_VENV, index, new_venv
+from launcher.preflight.finding import Finding, Severity
+from launcher.preflight.survey import Survey
+from launcher.text import OWN_VENV, index
 from trainer.core.train_config import TRACKERS
 
 _TRACKERS = tuple(tracker.package.replace("-", "_") for tracker in TRACKERS.values())
@@ -188,7 +189,8 @@ def _packages(survey: Survey, k: int, odd: Sequence[_Difference]) -> Iterator[Fi
                 own = any(node.python != "python3" for node in survey.config.nodes)  # it overrides the default
                 key = "'nodes.*.venv=" + OWN_VENV + "'" if own else f"defaults.venv={OWN_VENV}"
                 remedy = f"create a virtual environment, and use it by `--set {key}` or by `venv` in the cluster file"
-            command = "; ".join([*survey.config.nodes[k].setup, new_venv(OWN_VENV, pins, _torch_tag(survey, k))])
+            install = " ".join([f"{OWN_VENV}/bin/pip", "install", *pins, *index(_torch_tag(survey, k))])
+            command = "; ".join([*survey.config.nodes[k].setup, f"python3 -m venv {OWN_VENV} && {install}"])
         else:
             remedy, command = "", _repair(survey, k, [*missing, *(one.name for one in differing), *without_cuda])
         if missing and (replaced := survey.config.nodes[k].replaces):

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from launcher.config.roles import clients, gateways, serves
 from launcher.config.schema import ClusterConfig
 from launcher.node.exit_description import size
-from launcher.preflight.finding import Finding, GraphSize, Survey
+from launcher.preflight.finding import Finding
+from launcher.preflight.survey import GraphSize, Survey
 from trainer.core.remote_settings import CacheSize
 
 _MB = 10**6

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from launcher.config.roles import lead
 from launcher.errors import FleetError
 from launcher.node.programs.notify import label
-from launcher.preflight.finding import Finding, Survey, connect_finding
+from launcher.preflight.finding import Finding, connect_finding
+from launcher.preflight.survey import Survey
 from launcher.transport.rpc import NodeAgent
 
 _TIMEOUT = 60.0  # seconds for all targets

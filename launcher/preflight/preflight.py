@@ -20,9 +20,9 @@ from launcher.preflight.check_network import network_findings
 from launcher.preflight.check_packages import package_findings
 from launcher.preflight.check_storage import storage_findings
 from launcher.preflight.connectivity import ConnectivityTest, interface_of
-from launcher.preflight.finding import Finding, Survey, connect_finding
+from launcher.preflight.finding import Finding, connect_finding
 from launcher.preflight.preflight_report import PreflightReport
-from launcher.preflight.survey import Inquiry
+from launcher.preflight.survey import Inquiry, Survey
 from launcher.transport.base import Transport
 from launcher.transport.fanout import Answers, on_nodes
 from launcher.transport.rpc import NodeAgent

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from launcher.errors import NodeError
-from launcher.preflight.finding import Finding, Survey, connect_finding
+from launcher.preflight.finding import Finding, connect_finding
+from launcher.preflight.survey import Survey
 from launcher.text import spans
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent

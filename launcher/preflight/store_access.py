@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from launcher.config.roles import store_packages
 from launcher.errors import FleetError
-from launcher.preflight.finding import Finding, Survey, connect_finding
+from launcher.preflight.finding import Finding, connect_finding
+from launcher.preflight.survey import Survey
 from launcher.transport.fanout import on_nodes
 from launcher.transport.rpc import NodeAgent
 

@@ -1,22 +1,31 @@
-"""Builds the requests to ``node/programs/probe.py``, and the ``Survey`` from the replies to these requests."""
+"""``Inquiry``: the requests to ``node/programs/probe.py``; ``Survey``: the replies, which the checks evaluate."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from launcher.config.resolve import ResolvedConfig
-from launcher.config.roles import device_packages, extra_packages
+from launcher.config.roles import device_packages, extra_packages, holdings
 from launcher.config.schema import node_workdir
+from launcher.errors import node_label
 from launcher.node.json_reader import read_json
 from launcher.node.programs.packages import size_of
 from launcher.plan.files import code_digest
 from launcher.plan.placement import is_ip, run_dir, session_name
 from launcher.plan.ports import candidate_ports
-from launcher.preflight.finding import GraphSize, Survey
+from launcher.preflight.finding import Finding, Severity
+from launcher.transport import login_words
+
+
+@dataclass(frozen=True)
+class GraphSize:
+    nodes: int  #: number of vertices of all types
+    row_bytes: float  #: average bytes of one vertex's attributes
 
 
 @dataclass(frozen=True)
@@ -98,3 +107,79 @@ class Inquiry:
 
 def _graph(found: Mapping[str, Any]) -> GraphSize:
     return GraphSize(found["nodes"], found["row_bytes"])
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The config and the answers of the nodes, for all checks. Keys are node_ranks of nodes that answered."""
+
+    config: ResolvedConfig
+    probes: Mapping[int, Mapping[str, Any]]  #: replies of ``node/programs/probe.py``
+    clock_offsets: Mapping[int, float]  #: node's clock minus the launching machine's, seconds
+    own_command: bool = False  #: the run starts a user's command instead of the bundled trainer
+    bytes_needed: Mapping[int, int] = field(default_factory=dict)  #: bytes that the plan stores on each node
+    graph: GraphSize | None = None  #: None: unknown
+    code_digest: str = ""  #: digest of gnnfleet's code
+
+    def host(self, node_rank: int) -> str:
+        return self.config.nodes[node_rank].host
+
+    def finding(
+        self,
+        node_rank: int,
+        severity: Severity,
+        check: str,
+        message: str,
+        remedy: str = "",
+        command: str = "",
+        code: str = "",
+        held_by: str = "",
+    ) -> Finding:
+        login = login_words(self.config, self.config.nodes[node_rank]) if command else ()
+        return Finding(node_rank, self.host(node_rank), severity, check, message, remedy, command, login, code, held_by)
+
+    def version(self, node_rank: int, name: str) -> str:
+        """Return the version of package ``name`` on a node; '' if it is not installed or its version is unknown."""
+        return str(self.probes[node_rank]["versions"].get(name, ""))
+
+    def python(self, node_rank: int) -> str:
+        """Return the path of the node's Python on which the run depends; inside of ``wrap``, if the node has it."""
+        probe = self.probes[node_rank]
+        return f"{probe['inside']['python']} in the container" if "inside" in probe else str(probe["python"])
+
+    def machine(self, node_rank: int) -> tuple[str, str]:
+        """Return host name and boot id of a node's machine; they are equal for nodes on the same machine."""
+        probe = self.probes[node_rank]
+        return probe["hostname"], probe["boot_id"]
+
+    def same_machine(self, node_rank: int) -> list[int]:
+        """Return the node_ranks of all nodes on the machine of node ``node_rank``, including ``node_rank``."""
+        return self._machines[self.machine(node_rank)]
+
+    @cached_property
+    def _machines(self) -> dict[tuple[str, str], list[int]]:
+        found: dict[tuple[str, str], list[int]] = {}
+        for k in sorted(self.probes):
+            found.setdefault(self.machine(k), []).append(k)
+        return found
+
+    @cached_property
+    def parts_held(self) -> tuple[int, ...]:
+        """The number of parts that each node of the config holds, by node_rank."""
+        return tuple(len(held.parts) for held in holdings(self.config))
+
+    @cached_property
+    def devices_take_equal_shares(self) -> bool:
+        """Whether some node trains on devices, and all nodes that train have the same ``batch_share``."""
+        training = [node for node in self.config.nodes if node.trains]
+        return len({node.batch_share for node in training}) == 1 and any(node.devices for node in training)
+
+    @cached_property
+    def world_size(self) -> int:
+        return self.config.world_size
+
+    def labels(self, ranks: Sequence[int]) -> str:
+        """Return the names of nodes: ``node1 (gnn2), node2 (gnn3)``, or ``4 nodes`` for more than three."""
+        if len(ranks) > 3:
+            return f"{len(ranks)} nodes"
+        return ", ".join(node_label(k, self.host(k)) for k in ranks)

@@ -21,10 +21,9 @@ from launcher.hostlist import fold
 from launcher.node.json_reader import records
 from launcher.node.json_records import EVENT
 from launcher.report.device_use import known_number, mean
-from launcher.report.launch_file import LaunchFile
 from launcher.report.metrics import Metrics, TaskMetric, metric_of, metrics_files, read_metrics
 from launcher.report.profile import milliseconds
-from launcher.report.run_folder import FoundRun, known_here
+from launcher.report.run_folder import FoundRun, resumed_runs
 from launcher.report.run_history import Entry, entry_of
 from launcher.text import seconds_words
 
@@ -35,8 +34,6 @@ _Better = Literal["more", "less", ""]
 _Section = Literal["run", "config", "results", "speed", "step", "loss", "metric", "versions"]
 
 _GRAPH = ("data.dataset", "data.source", "data.options", "data.serving")  #: config keys that select the graph
-
-_ANCESTORS = 20  # longest chain of resumed runs that is followed
 
 _NOT_ENDED = ("open", "running", "preparing")  #: states of a run whose result was not collected
 
@@ -178,16 +175,7 @@ def figures_of(found: FoundRun, runs_dirs: Sequence[Path] = ()) -> RunFigures:
     if found.plan:
         versions["code"] = found.plan.code_digest[:12]
     metrics = _metrics(found.folder).analysed()
-
-    # The folders of the runs that it resumed, oldest first.
-    folders: list[Path] = []
-    launch = found.launch
-    while launch and launch.resumed_from and len(folders) < _ANCESTORS:
-        folder = known_here(launch.resumed_from, [found.folder.parent, *runs_dirs])
-        if folder is None or folder in (found.folder, *folders):
-            break
-        folders.insert(0, folder)
-        launch = LaunchFile.read(folder)
+    earlier = [_metrics(run.folder) for run in resumed_runs(found, runs_dirs) if run.folder]
     return RunFigures(
         entry,
         config,
@@ -195,7 +183,7 @@ def figures_of(found: FoundRun, runs_dirs: Sequence[Path] = ()) -> RunFigures:
         Path(parts).name,
         versions,
         metrics,
-        tuple(map(_metrics, folders)),
+        tuple(reversed(earlier)),
     )
 
 

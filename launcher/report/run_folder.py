@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,6 +188,25 @@ def read_folder(folder: Path) -> FoundRun:
         except ConfigError as error:
             raise FleetError(f"the config that run {folder.name} used cannot be read:\n{error}") from None
     return FoundRun(run_id, folder, launch, plan, config, read_result(folder))
+
+
+def resumed_runs(found: FoundRun, runs_dirs: Sequence[Path]) -> Iterator[FoundRun]:
+    """Yield the runs on this machine that a run resumed, the newest first, as far as their folders are sound.
+
+    ``runs_dirs``: folders in which to look for them, beside those of the runs.
+    """
+    folders = [found.folder] if found.folder else []
+    while found.launch and found.launch.resumed_from:
+        places = [*(folder.parent for folder in folders), *runs_dirs]
+        folder = known_here(found.launch.resumed_from, places)
+        if folder is None or folder in folders:
+            return
+        try:
+            found = read_folder(folder)
+        except FleetError:  # must not prevent a report on the later runs
+            return
+        folders.append(folder)
+        yield found
 
 
 def read_plan(folder: Path) -> LaunchPlan | None:

@@ -42,14 +42,14 @@ def find_run(run: str | None, runs_dirs: Sequence[Path]) -> FoundRun:
     ``runs_dirs``: folders whose subfolders are run folders; registered runs are searched, too. Raises UsageError if no
     run matches, or several do.
     """
-    if run is not None and "/" in run.rstrip("/"):
-        return read_folder(given_folder(Path(os.path.expanduser(run))))
-    known = known_runs(runs_dirs)
-    is_folder = run is not None and os.path.isfile(os.path.join(run, "launch.json"))
-    if not known and not is_folder:
-        raise UsageError(_none_known(run, runs_dirs))
     if run is None:
         return default_runs(runs_dirs)[0]
+    if "/" in run.rstrip("/"):
+        return read_folder(given_folder(Path(os.path.expanduser(run))))
+    known = known_runs(runs_dirs)
+    is_folder = os.path.isfile(os.path.join(run, "launch.json"))
+    if not known and not is_folder:
+        raise UsageError(_none_known(run, runs_dirs))
     wanted = run.rstrip("/")
     how, names = ("", []) if wanted in (".", "..") else matching([folder.name for folder in known], wanted)
     close = [folder for folder in known if folder.name in names]

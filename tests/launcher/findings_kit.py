@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
-from launcher.preflight.finding import Finding, Survey
+from launcher.preflight.finding import Finding
 from launcher.preflight.preflight import all_findings
 from launcher.preflight.preflight_report import PreflightReport
+from launcher.preflight.survey import Survey
 
 VERSIONS = {
     "python": "3.11.2", "torch": "2.13.0+cpu", "torch_geometric": "2.8.1", "numba": "0.68.1", "numpy": "2.4.6",

@@ -128,6 +128,8 @@ def test_a_resumed_run_has_its_earlier_epochs(tmp_path: Path) -> None:
     found = compared(plain, second)
     assert values(found, "loss") == {"1": (0.9, 0.9), "2": (0.5, 0.5), "3": (0.4, 0.4), "4": (None, 0.3)}
     assert values(found, "metric")["1"] == pytest.approx((0.1, 0.1))
+    (first / "launch.json").write_text("[")  # a damaged run must not prevent the comparison of later ones
+    assert values(compared(plain, second), "loss")["1"] == (0.9, None)
     shutil.rmtree(first)
     assert values(compared(plain, second), "loss")["1"] == (0.9, None)
 

@@ -13,9 +13,10 @@ from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunCon
 from launcher.node.exit_description import size
 from launcher.node.programs.packages import PACKAGES
 from launcher.preflight.check_health import slow_hosts
-from launcher.preflight.finding import Finding, GraphSize, Survey
+from launcher.preflight.finding import Finding
 from launcher.preflight.preflight import all_findings
 from launcher.preflight.preflight_report import PreflightReport
+from launcher.preflight.survey import GraphSize, Survey
 from trainer.core.train_config import TrainConfig
 
 

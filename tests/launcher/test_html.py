@@ -155,13 +155,15 @@ def test_failed_run_starts_with_its_cause_and_escapes_hostile_texts(tmp_path: Pa
 
 
 def test_resumed_run_shows_where_it_resumed_and_the_earlier_curve(tmp_path: Path) -> None:
-    made_run(tmp_path, "first", range(1, 4))
+    first = made_run(tmp_path, "first", range(1, 4))
     folder = made_run(tmp_path, "second", range(3, 6), resumed_from="first")
     page, loss = report_page(read_record(folder)), charts(folder)["loss"]
     assert page.headline == "resumed from first after epoch 2"
     assert loss["data"][0]["name"] == "earlier run"
     assert max(loss["data"][0]["x"]) == 2.0
     assert loss["layout"]["shapes"][0]["x0"] == 2.0
+    (first / "launch.json").write_text("[")  # a damaged run must not prevent the report of a later one
+    assert charts(folder)["loss"]["data"][0]["name"] == "each step"
 
 
 @pytest.mark.parametrize("left", ["launch.json", "launch.json config.yml", "launch.json result.json"])

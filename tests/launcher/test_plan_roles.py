@@ -27,7 +27,7 @@ from launcher.plan.model import LaunchPlan, NodePlan
 from launcher.plan.render import _node_rows, fold_nodes, own_values, print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
 from launcher.preflight.check_storage import base_memory, batch_memory
-from launcher.preflight.finding import GraphSize
+from launcher.preflight.survey import GraphSize
 from launcher.run.live_table import Board
 from plan_kit import PRODUCTS, TOKEN, cluster, facts_of, parts_folder, plan_of
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from findings_kit import GB, cluster, found, gpu, report_of, survey_of, versions, with_gpus
 from golden_kit import GOLDEN, check_text
 from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
-from launcher.preflight.finding import Survey
 from launcher.preflight.preflight_report import finding_lines, print_findings
+from launcher.preflight.survey import Survey
 from launcher.text import UNBOUNDED, spans
 
 HOLDER = {"pid": 77, "memory": 40_000, "command": "python big.py", "user": "bob", "since": 1_800_000_000.0}

@@ -28,8 +28,8 @@ from launcher.plan.files import FETCH_SPEC
 from launcher.plan.model import LaunchPlan, PlannedFile, generated
 from launcher.plan.partition import PartitionFiles, read_partition_files
 from launcher.preflight.check_packages import package_findings
-from launcher.preflight.finding import Survey
 from launcher.preflight.preflight import run_preflight
+from launcher.preflight.survey import Survey
 from launcher.sync import parts, parts_store
 from launcher.sync.parts import ensure_parts_of, held_parts
 from launcher.sync.parts_store import made_from, push_parts, stored_parts

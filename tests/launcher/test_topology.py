@@ -19,7 +19,7 @@ from launcher.plan.partition import PartFile, PartitionFiles
 from launcher.plan.render import print_plan
 from launcher.plan.serialize import read_run, run_json, to_json
 from launcher.preflight.check_storage import cache_memory
-from launcher.preflight.finding import GraphSize, Survey
+from launcher.preflight.survey import GraphSize, Survey
 from plan_kit import PRODUCTS, cluster, facts_of, parts_folder, plan_of
 
 GB = 10**9

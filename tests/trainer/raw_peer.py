@@ -19,6 +19,9 @@ def framed(parts: Sequence[Any]) -> bytes:
     return struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes) + b"".join(map(bytes, parts))
 
 
+PING = framed([])
+
+
 class RawPeer:
     """A context manager that connects and sends the greeting.
 

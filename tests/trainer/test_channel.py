@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raw_peer import framed
+from raw_peer import PING, framed
 from service_kit import INFO, free_endpoint, server_process, serving
 from trainer.core.errors import ServerGone, ServiceError
 from trainer.core.schema import HOMO_NODE
@@ -23,7 +23,7 @@ from trainer.sampler.types import RowRequest
 from trainer.service import channel
 from trainer.service.client import HostClient
 from trainer.service.messages import Hello, ServerAddress
-from trainer.service.stream import GREETING_BYTES, PING, MessageReader, greeting
+from trainer.service.stream import GREETING_BYTES, MessageReader, greeting
 from trainer.wire.frames import Kind, Message, Status, decode, encode
 from waiting import stretched, wait_until
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raw_peer import RawPeer, framed
+from raw_peer import PING, RawPeer, framed
 from service_kit import (
     INFO,
     ArithmeticGraph,
@@ -37,7 +37,7 @@ from trainer.service import server as server_module
 from trainer.service.client import HostClient
 from trainer.service.messages import Hello, Stats
 from trainer.service.stats import resident_bytes
-from trainer.service.stream import MAX_FRAMES, PING
+from trainer.service.stream import MAX_FRAMES
 from trainer.wire.frames import Kind, Message, Status, decode, encode
 from waiting import DEADLINE, stretched, wait_until
 

@@ -14,14 +14,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from hostile_kit import Forge, Frames, valid_requests
-from raw_peer import framed
+from raw_peer import PING, framed
 from trainer.core.errors import TrainerError, WireError
 from trainer.sampler.dist_graph import DistGraph
 from trainer.sampler.local_graph import LocalGraph
 from trainer.service import messages
 from trainer.service.handlers import REQUESTS, Handlers, is_long
 from trainer.service.messages import BatchRequest
-from trainer.service.stream import PING, MessageReader
+from trainer.service.stream import MessageReader
 from trainer.store.part_store import open_parts
 from trainer.wire.frames import Kind, Message, Status, decode, encode
 

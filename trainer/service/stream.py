@@ -24,8 +24,6 @@ from trainer.wire.frames import MAX_ARRAYS, SMALL, VERSION
 
 MAX_FRAMES = MAX_ARRAYS + 1
 
-PING = struct.pack("<I", 0)  #: a message without frames
-
 _GREETING = struct.Struct("<4sHH")
 
 _MAGIC = b"GNFS"

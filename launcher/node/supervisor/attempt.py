@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ from launcher.node.json_reader import natural, read_json
 from launcher.node.peers.model import Decision
 from launcher.node.regular_file import open_regular
 from launcher.node.spec import NodeSpec
+from launcher.node.supervisor.processes import Idle
 
 #: Files about the ranks and processes of an attempt; moved away before the next attempt writes its own.
 _MOVED = ("outcomes", "procs", "progress-rank*", "server.ready", "cluster.json")
@@ -27,8 +28,6 @@ _COMMENT = b"sha256:"  # followed by 64 hexadecimal digits
 _COMMENT_BYTES = len(_COMMENT) + 64
 
 _BLOCK = 1 << 24  # bytes of a checkpoint that are read at once
-
-Idle = Callable[[float], object]
 
 
 def next_spec(first: NodeSpec, decision: Decision) -> NodeSpec:

@@ -52,7 +52,7 @@ _LEFTOVER_GRACE = 2.0  # seconds between SIGTERM and SIGKILL for processes that 
 
 _LEAST = 0.3  # seconds of grace at least, so that a rank runner can mark its rank as stopped
 
-Idle = Callable[[float], object]
+Idle = Callable[[float], object]  #: is called again and again while something takes long, with seconds to wait
 
 
 def end_processes(

@@ -53,8 +53,8 @@ def loss_chart(record: RunRecord) -> Chart | None:
     """
     own, begin = record.metrics.series, resumed_at(record)
     data = []
-    for series in (one.metrics.series for one in record.earlier[-1:]):
-        points = series.step_loss or series.epoch_loss  # already thinned
+    if record.before is not None:
+        points = record.before.series.step_loss or record.before.series.epoch_loss  # already thinned
         before = [point for point in points if begin is None or point[0] <= begin]
         data.append(_line("earlier run", before, colour=_EARLIER))
     data += [
@@ -68,10 +68,9 @@ def loss_chart(record: RunRecord) -> Chart | None:
 def metric_chart(record: RunRecord) -> Chart | None:
     """Return a chart of the task's metric on each split by epoch; None if no value is known."""
     begin, data, metric = resumed_at(record), [], record.metrics.series.metric
-    for one in record.earlier[-1:]:
-        for split, points in one.metrics.series.scores.items():
-            before = [point for point in points if begin is None or point[0] <= begin]
-            data.append(_line(f"{split}, earlier run", before, colour=_EARLIER, marks=True))
+    for split, points in record.before.series.scores.items() if record.before else ():
+        before = [point for point in points if begin is None or point[0] <= begin]
+        data.append(_line(f"{split}, earlier run", before, colour=_EARLIER, marks=True))
     for split, points in record.metrics.series.scores.items():
         data.append(_line(split, points, colour=_SPLIT_COLOURS.get(split, "#cc79a7"), marks=True))
     percent = {"tickformat": ".1%"} if metric.name == "accuracy" else {}

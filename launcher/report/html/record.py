@@ -6,24 +6,20 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import FleetError
 from launcher.node.json_reader import checked, records
 from launcher.node.json_records import EVENT, OUTCOME
 from launcher.report.events import nan_finding
 from launcher.report.metrics import Metrics, metrics_files, read_metrics
 from launcher.report.outcome import Outcome
-from launcher.report.run_folder import FoundRun, known_here, read_folder
+from launcher.report.run_folder import FoundRun, read_folder, resumed_runs
 
 _LOG_LINES = 60  # number of last lines of a log that are shown
 
 _LOG_BYTES = 1 << 16  # bytes read from the end of a log
-
-_ANCESTORS = 20  # longest chain of resumed runs that is followed
 
 Event = Mapping[str, Any]
 
@@ -33,13 +29,13 @@ class RunRecord:
     """Data for the report of a run, read from its folder; a missing file leaves its field empty."""
 
     found: FoundRun
-    metrics: Metrics  #: not analysed for an earlier run
+    metrics: Metrics
     events: tuple[Event, ...]  #: in order of time
     outcomes: tuple[Outcome, ...]  #: of all processes, by this machine's clock; empty while the run continues
     first: Outcome | None  #: the first failure
     log: tuple[str, ...] = ()  #: last lines of the log of ``first``
     manifest: Mapping[str, Any] | None = None  #: manifest of the parts, if this machine has the one that was sent
-    earlier: tuple[RunRecord, ...] = ()  #: the runs that this one resumed, oldest first; only those on this machine
+    before: Metrics | None = None  #: not analysed, of the run that this one resumed, if it is on this machine
     idle: float = 0.0  #: seconds for which no rank of a run that continues has made progress (``verdict.idle_of``)
 
     @property
@@ -86,10 +82,8 @@ def read_record(
     """
     found = read_folder(folder)
     metrics = metrics or read_metrics(metrics_files(folder)).analysed()
-    return replace(_read(found, metrics, folder, runs_dirs, _ANCESTORS), idle=idle)
-
-
-def _read(found: FoundRun, metrics: Metrics, folder: Path, runs_dirs: Sequence[Path], ancestors: int) -> RunRecord:
+    resumed = next(resumed_runs(found, runs_dirs), None)
+    before = read_metrics(metrics_files(resumed.folder)) if resumed and resumed.folder else None
     result = found.result or {}
     outcomes = (
         tuple(filter(None, (_outcome(one) for node in result["nodes"] for one in node["outcomes"]))) if result else ()
@@ -115,16 +109,7 @@ def _read(found: FoundRun, metrics: Metrics, folder: Path, runs_dirs: Sequence[P
         data = source.read_bytes() if source.is_file() else b""
         if hashlib.sha256(data).hexdigest() == found.plan.manifest:
             manifest = dict(json.loads(data))
-
-    # The runs that it resumed.
-    earlier: tuple[RunRecord, ...] = ()
-    runs_dirs, resumed = [folder.parent, *runs_dirs], found.launch.resumed_from if found.launch else None
-    before = known_here(resumed, runs_dirs) if resumed and ancestors else None
-    if before is not None and before != found.folder:
-        with suppress(FleetError):  # a damaged earlier run must not prevent the report of this one
-            record = _read(read_folder(before), read_metrics(metrics_files(before)), before, runs_dirs, ancestors - 1)
-            earlier = (*record.earlier, record)
-    return RunRecord(found, metrics, tuple(events), outcomes, first, log, manifest, earlier)
+    return RunRecord(found, metrics, tuple(events), outcomes, first, log, manifest, before, idle)
 
 
 def _outcome(values: Any) -> Outcome | None:

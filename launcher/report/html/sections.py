@@ -124,7 +124,7 @@ def _resumed_words(record: RunRecord) -> str:
         return ""
     at = resumed_at(record)
     after = f" after epoch {at:.0f}" if at is not None else ""
-    here = "" if record.earlier else " (that run is not on this machine, so its curves are missing)"
+    here = "" if record.before else " (that run is not on this machine, so its curves are missing)"
     return f"resumed from {launch.resumed_from}{after}{here}"
 
 

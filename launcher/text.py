@@ -193,14 +193,6 @@ OWN_VENV = "~/gnnfleet-venv"  #: default folder of a new virtual environment on 
 WHEELS = "https://download.pytorch.org/whl/"
 
 
-def new_venv(venv: str, pins: Sequence[str], tag: str) -> str:
-    """Return the shell command that creates the virtual environment ``venv`` and installs the packages ``pins`` in it.
-
-    ``tag``: build of torch, such as ``cpu`` or ``cu126``; "" for the build on PyPI.
-    """
-    return f"python3 -m venv {venv} && {venv}/bin/pip install {' '.join([*pins, *index(tag)])}"
-
-
 def index(tag: str) -> list[str]:
     """Return pip arguments for the package index that has the build ``tag`` of torch; none if ``tag`` is "" (PyPI)."""
     return [f"--extra-index-url {WHEELS}{tag}"] if tag else []

@@ -25,7 +25,6 @@ from launcher.cli.options import (
     HOST_FILTERS,
     JSON,
     LIVE,
-    NODES_NEEDED,
     SET,
     VERBOSE,
     WAIT,
@@ -139,7 +138,7 @@ _CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-"), "help_o
 
 launch_options = with_options(
     click.option("--slurm", metavar="KEY=VALUE,…", help="Submit a Slurm job: partition=gpu,nodes=4,time=2:00:00."),
-    NODES_NEEDED,
+    click.option("--nodes-needed", metavar="N[-M]", help="Only so many of them: the first that are free."),
     WAIT,
     DETACH,
     *LIVE,

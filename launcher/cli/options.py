@@ -114,8 +114,6 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON to stdou
 
 VERBOSE = click.option("--verbose", "-v", is_flag=True, help="Show each node with its commands in a plan.")
 
-NODES_NEEDED = click.option("--nodes-needed", metavar="N[-M]", help="Only so many of them: the first that are free.")
-
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan without connecting to a host.")
 
 DETACH = click.option("--detach", is_flag=True, help="Return after the first step; the run continues.")

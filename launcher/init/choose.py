@@ -7,7 +7,7 @@ import pickletools
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,6 @@ from launcher.plan.partition import drafted_tables
 from launcher.preflight.check_devices import MOST_USED
 
 Choice = dict[int, Environment | None]  #: by index of the host in the request; None: no usable environment
-
-
-@dataclass(frozen=True)
-class SharedEnvironment:
-    """Environments at the same path on one or more hosts."""
-
-    key: str  #: venv, conda or python
-    path: str
-    hosts: tuple[int, ...]  #: indices of the hosts in the request
-    versions: Mapping[str, str]  #: package → version, on the first of these hosts
 
 
 def choose(request: InitRequest, facts: Mapping[int, HostFacts]) -> Choice:
@@ -82,19 +72,6 @@ def _named(request: InitRequest, found: Sequence[Environment]) -> Environment | 
     return None
 
 
-def shared_environments(facts: Mapping[int, HostFacts]) -> tuple[SharedEnvironment, ...]:
-    """Return the environments that have all packages, one per path; those on most hosts come first."""
-    found: dict[tuple[str, str], list[int]] = {}
-    versions: dict[tuple[str, str], Mapping[str, str]] = {}
-    for k, host in facts.items():
-        for one in host.environments:
-            if one.complete:
-                found.setdefault((one.key, one.path), []).append(k)
-                versions.setdefault((one.key, one.path), one.versions)
-    shared = [SharedEnvironment(*place, tuple(hosts), versions[place]) for place, hosts in found.items()]
-    return tuple(sorted(shared, key=lambda one: -len(one.hosts)))
-
-
 def devices(host: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]:
     """Return the GPUs that a node may use: the free ones, or none if the environment's torch is built without CUDA.
 
@@ -108,21 +85,6 @@ def devices(host: HostFacts, environment: Environment | None) -> tuple[Gpu, ...]
 def free(gpu: Gpu) -> bool:
     """Whether a GPU is free: MIG mode is off, and at most the fraction ``MOST_USED`` of its memory is in use."""
     return not gpu.mig and gpu.used <= gpu.memory * MOST_USED
-
-
-def device_ids(
-    ranks: Iterable[int], hosts: Mapping[int, str], facts: Mapping[int, HostFacts], chosen: Choice
-) -> dict[int, tuple[int, ...]]:
-    """Return the CUDA device ids of each node. Nodes on the same host get different GPUs."""
-    of_host: dict[str, list[int]] = {}
-    for k in ranks:
-        of_host.setdefault(hosts[k].lower(), []).append(k)
-    found = {}
-    for same in of_host.values():
-        for i, k in enumerate(same):
-            ids = [gpu.index for gpu in devices(facts[k], chosen[k])]
-            found[k] = tuple(ids[len(ids) * i // len(same) : len(ids) * (i + 1) // len(same)])
-    return found
 
 
 _HETERO_NAMES = ("synthetic-hetero", "ogbn-mag", "OGB_MAG", "DBLP", "IMDB", "AMiner")

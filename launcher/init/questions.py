@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import click
@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher.errors import AuthError, NodeError, PasswordRefused, UsageError
-from launcher.init.choose import shared_environments
-from launcher.init.discover import Discovery
+from launcher.init.discover import Discovery, HostFacts
 from launcher.init.request import InitRequest, config_of, dataset_of, split_hosts
 from launcher.text import OWN_VENV, count, say
 from launcher.transport import login_words
@@ -73,12 +72,35 @@ def ask_graph() -> tuple[str, str | None]:
     return _ask(question, dataset_of, default="synthetic")
 
 
+@dataclass(frozen=True)
+class _SharedEnvironment:
+    """Environments at the same path on one or more hosts."""
+
+    key: str  #: venv, conda or python
+    path: str
+    hosts: tuple[int, ...]  #: indices of the hosts in the request
+    versions: Mapping[str, str]  #: package → version, on the first of these hosts
+
+
+def _shared_environments(facts: Mapping[int, HostFacts]) -> tuple[_SharedEnvironment, ...]:
+    """Return the environments that have all packages, one per path; those on most hosts come first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    versions: dict[tuple[str, str], Mapping[str, str]] = {}
+    for k, host in facts.items():
+        for one in host.environments:
+            if one.complete:
+                found.setdefault((one.key, one.path), []).append(k)
+                versions.setdefault((one.key, one.path), one.versions)
+    shared = [_SharedEnvironment(*place, tuple(hosts), versions[place]) for place, hosts in found.items()]
+    return tuple(sorted(shared, key=lambda one: -len(one.hosts)))
+
+
 def ask_environment(request: InitRequest, discovery: Discovery) -> InitRequest:
     """Ask which environment to use; return the request with the answer.
 
     Asks only if no host has an environment with all packages, or if several such environments are on all hosts.
     """
-    found = shared_environments(discovery.facts)
+    found = _shared_environments(discovery.facts)
     if request.environment or request.local or not discovery.facts or len(found) == 1:
         return request
     if not found:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +19,8 @@ from rich.table import Table
 
 from launcher.errors import ConfigError, NodeError, PreflightRefused, UnreachableError, UsageError
 from launcher.files import write_whole
-from launcher.init.choose import choose, device_ids, graph_of
-from launcher.init.discover import Discovery, discover
+from launcher.init.choose import Choice, choose, devices, graph_of
+from launcher.init.discover import Discovery, HostFacts, discover
 from launcher.init.draft import Draft, is_unedited, text_of
 from launcher.init.questions import ask_access, ask_environment, common_remedy, reason, reasons
 from launcher.init.request import InitRequest, config_of, in_flags
@@ -58,14 +58,14 @@ def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
         request = ask_environment(request, discovery) if options.ask else request
         chosen = choose(request, discovery.facts)
         names = dict(enumerate(node.host for node in config_of(request).nodes))
-        devices = device_ids(discovery.facts, names, discovery.facts, chosen)
+        device_ids = _device_ids(discovery.facts, names, discovery.facts, chosen)
         graph = graph_of(request.dataset or "synthetic", request.source)
         if graph.source:
             path, folder = Path(os.path.expanduser(graph.source)), dest.absolute().parent
             graph = replace(
                 graph, source=str(path.relative_to(folder)) if path.is_relative_to(folder) else graph.source
             )
-        draft = Draft(request, discovery, chosen, devices, graph, dest.name, options.program)
+        draft = Draft(request, discovery, chosen, device_ids, graph, dest.name, options.program)
         text = text_of(draft)
         with NamedTemporaryFile("w", dir=dest.absolute().parent, prefix=".", suffix=".yml") as file:
             file.write(text)
@@ -100,6 +100,21 @@ def write_config(request: InitRequest, dest: Path, options: InitOptions) -> int:
     first = "Fix the problems above" if blocked and not setup else "Read it"
     options.console.print(f"Wrote [bold]{escape(str(dest))}[/]. {first}, then run: {escape(command)}", soft_wrap=True)
     return 3 if discovery.errors or blocked else 0
+
+
+def _device_ids(
+    ranks: Iterable[int], hosts: Mapping[int, str], facts: Mapping[int, HostFacts], chosen: Choice
+) -> dict[int, tuple[int, ...]]:
+    """Return the CUDA device ids of each node. Nodes on the same host get different GPUs."""
+    of_host: dict[str, list[int]] = {}
+    for k in ranks:
+        of_host.setdefault(hosts[k].lower(), []).append(k)
+    found = {}
+    for same in of_host.values():
+        for i, k in enumerate(same):
+            ids = [gpu.index for gpu in devices(facts[k], chosen[k])]
+            found[k] = tuple(ids[len(ids) * i // len(same) : len(ids) * (i + 1) // len(same)])
+    return found
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from launcher.config.importers.base import (
     NODES_ONLY,
     Flags,
     Foreign,
+    dataset_overrides,
     environment_overrides,
-    named_dataset_overrides,
-    node_overrides,
 )
 from launcher.config.schema import ClusterConfig
 from launcher.errors import UsageError
+from launcher.hostlist import split_list
 from launcher.run.options import LaunchOptions
 from launcher.text import count, duration
 from launcher.yaml_tree import Override
@@ -46,14 +46,21 @@ def overrides_of(values: Mapping[str, Any], sets: Sequence[str]) -> tuple[Overri
     ``--nodes`` and ``--dataset`` come first, then ``--set``, then all other options. ``values``: values of all options,
     by name. ``sets``: the values of ``--set``. Raises UsageError for an option with an empty value.
     """
-    nodes = node_overrides(values["nodes"]) if values.get("nodes") and values["config"] != NODES_ONLY else ()
+    nodes: tuple[Override, ...] = ()
+    if (given := values.get("nodes")) and values["config"] != NODES_ONLY:  # they replace the file's
+        local = given.isdecimal()
+        nodes = (("nodes", given if local else split_list(given)), ("transport", "local" if local else "ssh"))
     environment = environment_overrides(values.get("venv"), values.get("conda"))
     folders = Flags(
         workspace=values.get("workspace"),
         part_config=values.get("part_config"),
         dataset_root_dir=values.get("dataset_root_dir"),
     )
-    dataset = named_dataset_overrides(values.get("dataset"), folders.parts)
+    parts, name = folders.parts, values.get("dataset")
+    if parts is not None and (parts.labelled or not name):  # with a dataset only if the parts need none for labels
+        dataset = parts.overrides
+    else:
+        dataset = dataset_overrides(name) if name else ()
     keys = {**SHORT_KEYS, **FLAG_KEYS}
     job = slurm_overrides(values["slurm"]) if values.get("slurm") else ()
     for name in (*keys, "nodes", "dataset", "venv", "conda"):

@@ -37,7 +37,7 @@ from trainer.store.manifest import (
     endpoint_offsets,
     write_manifest,
 )
-from trainer.store.npy import NpyWriter, rows_in_chunks, rows_per_chunk, write_npy
+from trainer.store.npy import NpyWriter, rows_per_chunk, write_npy
 
 _WRITERS = 2
 
@@ -133,7 +133,7 @@ class _PartArray:
 
     def append(self, part_id: int, rows: Array, numbers: Array | None = None) -> None:
         """Write the next rows of a part. Different threads may write different parts."""
-        for chunk in rows_in_chunks(rows):
+        for chunk in _rows_in_chunks(rows):
             self._writers[part_id].append(chunk)
 
     def finish(self) -> Iterator[FileEntry]:
@@ -164,7 +164,7 @@ class _PartAttr:
         Raises ``DataError`` for a row that cannot be rounded.
         """
         at = 0
-        for chunk in rows_in_chunks(rows):
+        for chunk in _rows_in_chunks(rows):
             try:
                 converted = self._convert(chunk)
             except Unroundable as error:
@@ -230,7 +230,7 @@ class _Writer:
     def arrays(self, arrays: Mapping[str, Array], dtype: npt.DTypeLike | None = None) -> Iterable[FileEntry]:
         def write(path: str) -> FileEntry:
             values = arrays[path]
-            chunks = rows_in_chunks(values) if values.ndim else [values]
+            chunks = _rows_in_chunks(values) if values.ndim else [values]
             return write_npy(self.root, path, dtype or values.dtype, values.shape, chunks)
 
         return self.pool.map(write, arrays)
@@ -339,3 +339,8 @@ def _write_sorted(
     written: list[_PartArray | _PartAttr] = [indices, orig_ids, *src_times.values(), *attrs]
     for files in written:
         yield from files.finish()
+
+
+def _rows_in_chunks(rows: Array) -> Iterator[Array]:
+    step = rows_per_chunk(rows)
+    return (rows[start : start + step] for start in range(0, len(rows), step))

@@ -46,7 +46,7 @@ from trainer.sources.table_columns import (
     text_id,
     time_sql,
 )
-from trainer.sources.table_database import FEW, Database, Scan, quoted
+from trainer.sources.table_database import Database, Scan, quoted
 from trainer.sources.table_database import text as sql_text
 from trainer.sources.table_files import files_of_splits, source_folder, table_files
 from trainer.sources.table_options import EDGE_SPLIT, SPLITS, EdgeTable, NodeTable, Table, TablesOptions, TaskTable
@@ -634,10 +634,10 @@ class _Conversion:
             if missing:
                 found = self.database.rows(
                     f"SELECT CAST({quoted(column)} AS VARCHAR) FROM {scan.sql} t JOIN {name} e ON t.rowid = e.gf_row "
-                    f"WHERE {key} IS NULL ORDER BY gf_row LIMIT {FEW}",
+                    f"WHERE {key} IS NULL ORDER BY gf_row LIMIT 3",
                     scan.where,
                 )
-                ids = self.database.rows(f"SELECT id FROM {number_of[end]}_ids ORDER BY number LIMIT {FEW}", scan.where)
+                ids = self.database.rows(f"SELECT id FROM {number_of[end]}_ids ORDER BY number LIMIT 3", scan.where)
                 wrong = ", ".join(dict.fromkeys("empty" if one is None else repr(one[:80]) for (one,) in found))
                 right = ", ".join(repr(one) for (one,) in ids)
                 ends.append(f"{column} such as {wrong}; ids in {self.options.nodes[end].id or end} such as {right}")

@@ -22,8 +22,6 @@ from trainer.sources.table_options import CATEGORY_ROLES, KEY_ROLES, Table
 
 _WATCH_INTERVAL = 5.0  #: seconds
 
-FEW = 3  #: values that a message shows
-
 
 def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,6 @@ def write_npy(root: Path, path: str, dtype: Any, shape: tuple[int, ...], chunks:
     for chunk in chunks:
         writer.append(chunk)
     return writer.finish()
-
-
-def rows_in_chunks(rows: Array) -> Iterator[Array]:
-    step = rows_per_chunk(rows)
-    return (rows[start : start + step] for start in range(0, len(rows), step))
 
 
 def rows_per_chunk(rows: Array) -> int:

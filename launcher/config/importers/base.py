@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.errors import ConfigError, Problem, UsageError
-from launcher.hostlist import split_list
 from launcher.yaml_tree import Origin, Override, Scalar, Section, Tree
 from launcher.yaml_tree import YamlSequence as TreeList
 
@@ -155,16 +154,6 @@ def dataset_overrides(name: str) -> tuple[Override, ...]:
     return (("data.dataset", dataset), ("data.source", source), ("data.options", {}), ("data.folder", folder))
 
 
-def named_dataset_overrides(dataset: str | None, parts: ForeignParts | None) -> tuple[Override, ...]:
-    """Return the config overrides for ``dataset`` and ``parts``, as given by flags of another launcher.
-
-    If both are given, the dataset is used only if ``parts`` lack labels or train seeds.
-    """
-    if parts is not None and (parts.labelled or not dataset):
-        return parts.overrides
-    return dataset_overrides(dataset) if dataset else ()
-
-
 def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> str:
     """Return a note for the user that says whether ``parts`` are used.
 
@@ -179,13 +168,6 @@ def parts_note(parts: ForeignParts | None, dataset: str | None, named: str) -> s
         "graph is partitioned again, from the dataset; to use them: gnnfleet partition convert --nodes y=FILE "
         "--nodes train_idx=FILE"
     )
-
-
-def node_overrides(nodes: str) -> tuple[Override, ...]:
-    """Return the config overrides for ``--nodes``; they replace ``nodes`` and ``transport`` of the config file."""
-    if nodes.isdecimal():
-        return (("nodes", nodes), ("transport", "local"))
-    return (("nodes", split_list(nodes)), ("transport", "ssh"))
 
 
 def environment_overrides(venv: str | None, conda: str | None) -> tuple[Override, ...]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainer.core.errors import DataError, SettingsError
 from trainer.core.graph_attrs import CATEGORIES, CLASSES
@@ -14,20 +16,14 @@ from trainer.core.memory import size_text
 from trainer.core.ranks import RankGroup
 from trainer.core.schema import EdgeType, NodeType, type_name
 from trainer.core.train_config import AT_K, METRICS, TrainConfig, is_own_model
+from trainer.graph.device import as_tensor
 from trainer.graph.open import Graph
+from trainer.sampler.types import RowRequest
+from trainer.store.manifest import AttrSpec
 from trainer.train.tasks.baseline import Baseline, node_baseline
 from trainer.train.tasks.choose_target import check_trainable
 from trainer.train.tasks.classification import Classification
-from trainer.train.tasks.labels import (
-    LabelSpec,
-    SeedLabels,
-    check_classes,
-    check_known,
-    label_texts,
-    labels_01,
-    numbers,
-    own_labels,
-)
+from trainer.train.tasks.labels import SeedLabels, label_texts, labels_01, numbers
 from trainer.train.tasks.multilabel import MultiLabel
 from trainer.train.tasks.regression import Regression
 from trainer.train.tasks.task import RANKING, Kind, Task, at_k
@@ -43,6 +39,17 @@ _MOST_SCORES = 4 << 30  #: largest size of the scores of a split on each rank, i
 _FULL_RANKING = ("recall@20", "ndcg@20", "precision@20", "mrr", "hits@10", "auc")
 
 
+@dataclass(frozen=True)
+class _LabelSpec:
+    """What is known of the labels of a type of nodes or edges."""
+
+    dataset: str
+    of: str  #: `` of TYPE`` for messages; '' in a homogeneous graph
+    y: AttrSpec
+    num_classes: int  #: 0: they are not classes
+    seed: str = "node"  #: or ``edge``
+
+
 def node_task(
     graph: Graph, target: NodeType, settings: TrainConfig, splits: Sequence[str], group: RankGroup
 ) -> tuple[Task, str, Baseline]:  # fmt: skip
@@ -53,10 +60,23 @@ def node_task(
     """
     manifest = graph.manifest
     group.agree(lambda: check_trainable(manifest, target, needs_features=not is_own_model(settings.model)))
-    labels = group.agree(lambda: [own_labels(graph, target, split, group) for split in splits])
+    labels = group.agree(lambda: [_own_labels(graph, target, split, group) for split in splits])
     own = manifest.nodes[target]
-    spec = LabelSpec(manifest.dataset, f" of {target}" if manifest.hetero else "", own.attrs["y"], own.num_classes)
+    spec = _LabelSpec(manifest.dataset, f" of {target}" if manifest.hetero else "", own.attrs["y"], own.num_classes)
     return _labelled_task(spec, labels, settings.task, settings, group, label_texts(graph, target, CATEGORIES))
+
+
+def _own_labels(graph: Graph, target: NodeType, split: str, group: RankGroup) -> SeedLabels:
+    """Return this rank's seeds of a split with their labels: every ``group.size``-th seed, from ``group.rank`` on.
+
+    Raises ``DataError`` for complex numbers.
+    """
+    seeds = np.asarray(graph.store.seeds(target, split))[group.rank :: group.size]
+    rows = graph.access.gather([RowRequest(target, seeds, ("y", "orig_id"))])[0]
+    y = as_tensor(np.ascontiguousarray(rows["y"]), graph.manifest.nodes[target].attrs["y"])
+    if y.is_complex():
+        raise DataError(f"{graph.manifest.dataset}: y is {y.dtype}; labels must be real numbers")
+    return SeedLabels(split, np.asarray(rows["orig_id"]), y)
 
 
 def edge_task(
@@ -70,7 +90,7 @@ def edge_task(
     if "train" not in seeds:
         raise DataError(f"{manifest.dataset}: no edges of {name} are in the train split, by attribute edge_split")
     classes = graph.store.graph_attrs.get(f"{name}__{CLASSES}")
-    spec = LabelSpec(
+    spec = _LabelSpec(
         manifest.dataset, f" of {name}" if manifest.hetero else " of edges", manifest.edges[edge_type].attrs["y"],
         0 if classes is None else int(np.asarray(classes)[0]), "edge",
     )  # fmt: skip
@@ -81,7 +101,7 @@ def edge_task(
 
 
 def _labelled_task(
-    spec: LabelSpec, labels: Sequence[SeedLabels], wanted: str, settings: TrainConfig, group: RankGroup,
+    spec: _LabelSpec, labels: Sequence[SeedLabels], wanted: str, settings: TrainConfig, group: RankGroup,
     classes: Sequence[str] | None,
 ) -> tuple[Task, str, Baseline]:  # fmt: skip
     """``labels``: those of this rank's seeds of each split. ``wanted``: ``auto``, or a kind of task.
@@ -102,7 +122,7 @@ def _labelled_task(
     return task, why, node_baseline(task, labels, group, classes)
 
 
-def _kind(spec: LabelSpec, wanted: str, matrix_01: bool) -> tuple[Kind, str]:
+def _kind(spec: _LabelSpec, wanted: str, matrix_01: bool) -> tuple[Kind, str]:
     """Return the kind of task, and the reason in words. ``matrix_01``: whether all seed labels are 0, 1 or missing."""
     y, name = spec.y, f"{spec.dataset}: y{spec.of}"
     found = f"y{spec.of} is {y.dtype} {list(y.shape)}"
@@ -128,11 +148,11 @@ def _kind(spec: LabelSpec, wanted: str, matrix_01: bool) -> tuple[Kind, str]:
 
 
 def _task(
-    spec: LabelSpec, kind: Kind, labels: Sequence[SeedLabels], settings: TrainConfig, group: RankGroup
+    spec: _LabelSpec, kind: Kind, labels: Sequence[SeedLabels], settings: TrainConfig, group: RankGroup
 ) -> Task:  # fmt: skip
     (train,) = (each for each in labels if each.split == "train")
     if kind == "classification":
-        _check_each(labels, lambda each: check_classes(spec, each), group)
+        _check_each(labels, lambda each: _check_classes(spec, each), group)
         weights = settings.class_weights or ()
         if weights == "balanced":
             counts = group.sum(torch.bincount(train.y.reshape(-1).long(), minlength=spec.num_classes).double())
@@ -145,10 +165,10 @@ def _task(
         names = metric_names(settings, kind, ("accuracy",))
         return Classification(spec.num_classes, weights, settings.label_smoothing, names)
     if kind == "multilabel":
-        _check_each(labels, lambda each: check_known(spec, each, labels_01(each.y)), group)
+        _check_each(labels, lambda each: _check_known(spec, each, labels_01(each.y)), group)
         return MultiLabel(spec.y.shape[1], metric_names(settings, kind, ("micro_f1", "accuracy")))
     classes = spec.num_classes > 0 and "float" not in spec.y.dtype
-    _check_each(labels, lambda each: check_known(spec, each, numbers(each.y, classes)), group)
+    _check_each(labels, lambda each: _check_known(spec, each, numbers(each.y, classes)), group)
     # Mean and population standard deviation of each column of all ranks' train labels; 1 for a constant column.
     y = numbers(train.y, classes)
     known = ~y.isnan()
@@ -181,6 +201,31 @@ def _has_metric(kind: Kind, name: str, full_ranking: bool) -> bool:
     what, k = at_k(name)
     of_links = kind == "link" and k > 0 and what in AT_K and (full_ranking or what == "hits")
     return name in METRICS[kind] or of_links
+
+
+def _check_classes(spec: _LabelSpec, labels: SeedLabels) -> None:
+    y, classes = labels.y.double(), spec.num_classes
+    bad = (~(y >= 0) | (y >= classes) | (y != y.floor())).nonzero().flatten()
+    if len(bad):
+        seed, label = labels.ids[int(bad[0])], y[bad[0]].item()
+        raise DataError(
+            f"{spec.dataset}: {len(bad)} seeds of the {labels.split} split{spec.of} have no "
+            f"class in 0 … {classes - 1}, for instance {spec.seed} {seed} with y = {label:g}; "
+            "remove them from the split, or label them"
+        )
+
+
+def _check_known(spec: _LabelSpec, labels: SeedLabels, y: Tensor) -> None:
+    """Raise ``DataError`` if a row of ``y`` [n, D] has only NaN values or at least one infinite value."""
+    for what, bad, advice in (
+        ("no", y.isnan().all(1), "remove them from the split, or give them a value"),
+        ("an infinite", y.isinf().any(1), "replace it"),
+    ):
+        if found := bad.nonzero().flatten().tolist():
+            raise DataError(
+                f"{spec.dataset}: {len(found)} seeds of the {labels.split} split{spec.of} have {what} y, for instance "
+                f"{spec.seed} {labels.ids[found[0]]}; {advice}"
+            )
 
 
 def _check_each(labels: Sequence[SeedLabels], check: Callable[[SeedLabels], None], group: RankGroup) -> None:

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from launcher.command import is_secret
 from launcher.config.loader import to_yaml
 from launcher.hostlist import fold
 from launcher.node.json_reader import records
@@ -226,7 +227,7 @@ def compare(runs: Sequence[RunFigures]) -> Comparison:
         trains = key.startswith("train.")
         reading = [one for one in configs if one and (not trains or any(name.startswith("train.") for name in one))]
         if _unlike(config.get(key) for config in reading):
-            differing[key] = Row("config", key, tuple(config.get(key) for config in configs))
+            differing[key] = Row("config", key, tuple(_masked(key, config.get(key)) for config in configs))
     rows += differing.values()
 
     # Results; a better score on another graph says nothing.
@@ -283,6 +284,15 @@ def _notes(runs: Sequence[RunFigures], differing: Mapping[str, Row]) -> Iterator
             yield f"{run.run_id} is not done ({run.entry.state}): its figures cover only what was collected"
         if not run.metrics.lines and run.entry.state in _NOT_ENDED:
             yield f"{run.run_id}: its metrics were not collected; `gnnfleet collect {run.run_id}` fetches them"
+
+
+def _masked(key: str, value: Any) -> Any:
+    """Return the value of a setting as it is shown: without credentials in ``env`` and addresses in ``run.notify``."""
+    if isinstance(value, list):
+        return ["***" if key == "run.notify" else _masked(key, one) for one in value]
+    if key != "nodes.*.env" or not isinstance(value, Mapping):
+        return value
+    return {name: "***" if is_secret(name, text) else text for name, text in value.items()}
 
 
 def _unlike(values: Iterable[Any]) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from launcher.cli.main import run
 from launcher.config.loader import to_yaml
-from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig
+from launcher.config.schema import ClusterConfig, DataConfig, NodeConfig, RunConfig
 from launcher.report.compare import Comparison, compare, figures_of
 from launcher.report.launch_file import LaunchFile
 from launcher.report.run_folder import read_folder
@@ -115,6 +115,13 @@ def test_notes_name_settings_that_make_runs_incomparable(config: ClusterConfig, 
     assert "".join(comparison.notes).startswith(note) and len(comparison.notes) == bool(note)
     # losses on different graphs are not ranked
     assert ("results last loss" in best(comparison)) == ("graph" not in note)
+
+
+def test_no_credentials_are_shown(tmp_path: Path) -> None:
+    node = NodeConfig("gnn1", env={"PGPASSWORD": "hush", "LR": "3"})
+    told = replace(CONFIG, nodes=(node, NodeConfig("gnn2")), run=RunConfig(notify=("https://hooks/hush",)))
+    shown = values(compared(make_run(tmp_path, "a"), make_run(tmp_path, "b", told)), "config")
+    assert shown["nodes.*.env"][1] == [{"PGPASSWORD": "***", "LR": "3"}, {}] and shown["run.notify"] == ([], ["***"])
 
 
 def test_a_resumed_run_has_its_earlier_epochs(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from launcher.cli.main import run
 from launcher.manage.watch_report import RenderedReport, ReportServer
@@ -100,6 +101,23 @@ def test_good_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [trace["y"][-1] for trace in drawn["loss"]["data"]] == [0.8, 0.333333]
     assert drawn["bytes"]["data"][0]["z"] == [[None, 2700.0], [2700.0, None]]
     assert drawn["hits"]["data"][0]["z"] == [[None, 0.5], [0.5, None]]
+
+
+def test_a_report_shows_no_credentials(tmp_path: Path) -> None:
+    words = ["nodes.*.env.A=hush", "nodes.0.env={A: hush}", "defaults={env: {A: hush}}", "run.notify=[https://hush]"]
+    argv = (
+        "launch",
+        *(word for one in words for word in ("--set", one)),
+        "--set=run.notify=hush",
+        "--set",
+        "train.lr=1",
+    )
+    folder = made_run(tmp_path, "told", range(1, 2), argv=argv)
+    config = yaml.safe_load((folder / "config.yml").read_text())
+    config["nodes"][0]["env"], config["run"]["notify"] = {"A": "hush"}, ["https://hooks/hush"]
+    (folder / "config.yml").write_text(yaml.safe_dump(config))
+    text = render(report_page(read_record(folder)))
+    assert "hush" not in text and "train.lr=1" in text and "nodes.*.env.A=***" in text
 
 
 def test_a_run_on_gpus_has_a_table_of_their_use(tmp_path: Path) -> None:

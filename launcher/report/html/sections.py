@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -307,7 +308,8 @@ def _nodes(record: RunRecord) -> Iterator[Block]:
 def _config(record: RunRecord) -> Iterator[Block]:
     launch = record.found.launch
     if launch is not None:
-        command = shlex.join(launch.argv)
+        settings = [(word, _SECRET_SETTING.fullmatch(word)) for word in launch.argv]
+        command = shlex.join(f"{one['key'] or one['section']}***" if one else word for word, one in settings)
         yield Lines("command", f"cd {shlex.quote(launch.cwd)}\n{command}")
     versions = [event for event in record.events if event.get("kind") == "versions"]
     if versions:
@@ -317,7 +319,7 @@ def _config(record: RunRecord) -> Iterator[Block]:
         yield Table(("package", *(f"node {nodes}" for nodes, _ in by_nodes)), rows, "Versions")
     path = record.folder / "config.yml"
     if path.is_file():
-        # Values in ``env`` may be secret, and reports are shared.
+        # Values in ``env`` and addresses in ``run.notify`` may be secret, and reports are shared.
         try:
             tree = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
         except yaml.YAMLError:
@@ -330,12 +332,22 @@ def _config(record: RunRecord) -> Iterator[Block]:
         yield Lines("figures (result.json)", text, folded=True)
 
 
+#: What sets values that ``_masked`` hides, as ``nodes.*.env.TOKEN=x`` and ``defaults={env: {TOKEN: x}}``.
+_SECRET_SETTING = re.compile(
+    r"(?P<key>(--set=)?((nodes|defaults)[^=]*\.env\b|run\.notify\b)[^=]*=).*"
+    r"|(?P<section>(--set=)?(nodes|defaults|run)[^=]*=).*\b(env|notify)[\"']?\s*:.*",
+    re.DOTALL,
+)
+
+
 def _masked(tree: Any) -> Any:
     if isinstance(tree, list):
         return [_masked(each) for each in tree]
     if not isinstance(tree, dict):
         return tree
     return {
-        key: dict.fromkeys(value, "***") if key == "env" and isinstance(value, dict) else _masked(value)
+        key: dict.fromkeys(value, "***") if key == "env" and isinstance(value, dict)
+        else ["***"] * len(value) if key == "notify" and isinstance(value, list)
+        else _masked(value)
         for key, value in tree.items()
-    }
+    }  # fmt: skip

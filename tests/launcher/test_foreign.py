@@ -24,6 +24,7 @@ from launcher.cli.launch_compat import imported
 from launcher.cli.main import run
 from launcher.config.importers.base import Flags
 from launcher.config.importers.detect import read_foreign
+from launcher.config.importers.pyg_command import parse_remote
 from launcher.config.loader import load_config
 from launcher.errors import ConfigError, FleetError, UsageError
 from launcher.files import CODE_ROOT
@@ -191,6 +192,22 @@ def test_extra_variables_are_values_and_not_shell_code(value: str, there: str, t
     assert subprocess.run(command, env={"HOME": "/h"}, capture_output=True, text=True).stdout == there
     with pytest.raises(UsageError, match="--extra_envs A B=1: give variables as NAME=value"):
         read_foreign(tmp_path / "ip", Flags(dataset="synthetic", extra_envs=("A B=1",)))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "cd /x; python a.py --rank $RANK",
+            "write `$RANK` without a variable, as the script is started without a shell",
+        ),
+        ("python a.py --at=`date`", "write `--at=`date`` without a variable"),
+        ("cd /x; python", "expected `python script.py` in it"),
+    ],
+)
+def test_quoted_commands_that_need_a_shell_are_refused(command: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        parse_remote(command)
 
 
 @pytest.mark.parametrize("content", AMBIGUOUS)

@@ -105,6 +105,10 @@ def _script(remote: Remote, words: list[str]) -> Remote:
         raise _refused(remote.text, f"expected `python script.py`, found `{shlex.join(words)}`")
     if wrong := next((word for word in words if re.fullmatch(r"[|&<>()]+", word)), None):
         raise _refused(remote.text, f"`{wrong}` is not supported; leave it out, as gnnfleet collects the output")
+    if len(words) < 2:
+        raise _refused(remote.text, "expected `python script.py` in it")
+    if wrong := next((word for word in words[1:] if re.search(r"[$`]", word)), None):
+        raise _refused(remote.text, f"write `{wrong}` without a variable, as the script is started without a shell")
     python = _home(words[0], remote)
     if "/" in python and not remote.interpreter[0]:
         # ``("conda", prefix)`` if ``path`` is the Python of a conda environment, else ``("python", path)``

@@ -114,10 +114,11 @@ def own_command_files(
         )
     for command in (argv, *in_scripts):
         _add_modules(files, command, extra, cwd, as_module)
-    planned = tuple(
-        copied(dest, path, mode=0o755 if os.access(path, os.X_OK) else 0o644) for dest, path in sorted(files.items())
-    )
-    return OwnCommand(tuple(words), planned, tuple(notes))
+    planned = []
+    for dest, path in sorted(files.items()):
+        private = 0o700 if not path.stat().st_mode & 0o077 else 0o777  # such as one with credentials
+        planned.append(copied(dest, path, mode=private & (0o755 if os.access(path, os.X_OK) else 0o644)))
+    return OwnCommand(tuple(words), tuple(planned), tuple(notes))
 
 
 def own_model_files(config: ClusterConfig, cwd: Path) -> OwnCommand:

@@ -146,6 +146,16 @@ def test_files_named_by_an_own_command_are_sent(tmp_path: Path) -> None:
     assert python.trainer.argv[-3:] == ("/py", "-c", "1")
 
 
+def test_a_file_that_only_its_owner_may_read_stays_private(script: Path) -> None:
+    modes = {"login.json": 0o600, "go.sh": 0o700, "train.py": 0o644, "shared.sh": 0o775}
+    for name, mode in modes.items():
+        (script / name).touch()
+        (script / name).chmod(mode)
+    sent = own_command_files(("python", *modes), (), script).files
+    planned = {file.dest: file.mode for file in sent if file.dest in modes}
+    assert planned == {"login.json": 0o600, "go.sh": 0o700, "train.py": 0o644, "shared.sh": 0o755}
+
+
 def test_a_script_in_a_folder_of_run_files_stays_beside_its_modules(tmp_path: Path) -> None:
     for name in ("train.py", "common.py"):
         (tmp_path / "examples").mkdir(exist_ok=True)

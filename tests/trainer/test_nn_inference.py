@@ -227,3 +227,10 @@ def test_two_ranks_share_the_nodes_and_both_get_all(tmp_path):
     whole = model_of()(data.x, data.edge_index)
     for rank in (0, 1):
         assert torch.allclose(torch.load(tmp_path / f"rank{rank}.pt"), whole, atol=1e-5)
+
+
+def test_complex_features_are_refused():
+    data = homo_data()
+    data.x = data.x * 1j
+    with pytest.raises(SettingsError, match="x of node type 'node' is complex64; models need real numbers"):
+        facts_of(parts_of(data).manifest)

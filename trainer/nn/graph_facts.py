@@ -75,7 +75,7 @@ def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:
         Types, feature widths and number of classes, for ``build_model`` and ``layer_needs``.
 
     Raises:
-        SettingsError: If ``target`` is not a node type, or an ``x`` is not of shape [n, f].
+        SettingsError: If ``target`` is not a node type, or an ``x`` is not real numbers of shape [n, f].
 
     Example:
         ```python
@@ -90,6 +90,12 @@ def facts_of(manifest: Manifest, target: NodeType = HOMO_NODE) -> GraphFacts:
     shapes = {of: spec.attrs["x"].shape for of, spec in manifest.nodes.items() if "x" in spec.attrs}
     if odd := [of for of, shape in shapes.items() if len(shape) != 2]:
         raise SettingsError(f"x of node type {odd[0]!r} has shape {list(shapes[odd[0]])}; models need [n, f]")
+    for of in shapes:
+        if (dtype := manifest.nodes[of].attrs["x"].dtype).startswith("complex"):
+            raise SettingsError(
+                f"x of node type {of!r} is {dtype}; models need real numbers, for instance real and imaginary parts"
+                " side by side"
+            )
     return GraphFacts(
         hetero=manifest.hetero,
         target=target,

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from load_kit import CITES, REV, WRITES, hetero_data, parts_of
+from load_kit import CITES, REV, WRITES, hetero_data, homo_data, parts_of
 from partitions import random_graph, store_of
 from service_kit import place_of
 from trainer import DistNeighborLoader
@@ -335,3 +335,26 @@ def test_seeds_are_divided_by_batch_shares(n: int, shares: tuple[float, ...], ex
     assert quotas(n, layout).tolist() == expected
     ranks = split_step(np.arange(n) % 2, layout)
     assert np.bincount(ranks, minlength=3).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((2, ((0,), (2, 1))), "part 1 has rank 2 of 2 ranks"),
+        ((2, ((-1,),)), "part 0 has rank -1 of 2 ranks"),
+        ((2, ((0,), (1,)), (1.0,)), "expected 2 numbers"),
+        ((2, ((0,), (1,)), (0.0, 0.0)), "not all 0"),
+        ((2, ((0,), (1,)), (1.0, -1.0)), "from 0 on"),
+        ((2, ((0,), (1,)), (1.0, float("nan"))), "from 0 on"),
+    ],
+)
+def test_layouts_that_would_lose_seeds_are_refused(args, message):
+    with pytest.raises(SettingsError, match=message):
+        RankLayout(*args)
+
+
+def test_block_loaders_check_rank_and_parts_of_the_layout():
+    graph, settings = parts_of(homo_data(), 2), LoaderSettings("train", (2,), 8)
+    for rank, layout, message in ((1, RankLayout.single(2), "rank 1 is not one"), (0, RankLayout.single(1), "1 parts")):
+        with pytest.raises(SettingsError, match=message):
+            BatchLoader(graph, settings, rank, layout)

@@ -151,6 +151,9 @@ class RankLayout:
             holds the part.
         batch_shares: Seeds of each rank in a step, relative to the other ranks; (): equal.
 
+    Raises:
+        SettingsError: A part has a rank that is not there, or the shares are not those of the ranks.
+
     Example:
         ```python
         import gnnfleet as gf
@@ -163,6 +166,30 @@ class RankLayout:
     world_size: int
     ranks_of_part: tuple[tuple[int, ...], ...]
     batch_shares: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for part, ranks in enumerate(self.ranks_of_part):
+            if wrong := [rank for rank in ranks if not 0 <= rank < self.world_size]:
+                raise SettingsError(
+                    f"ranks_of_part: part {part} has rank {wrong[0]} of {self.world_size} ranks, from 0 on"
+                )
+        shares = np.array(self.batch_shares, np.float64)
+        if len(shares) and not (len(shares) == self.world_size and (shares >= 0).all() and 0 < shares.sum() < np.inf):
+            raise SettingsError(
+                f"batch_shares: {self.batch_shares}; expected {self.world_size} numbers from 0 on, not all 0"
+            )
+
+    def check(self, rank: int, num_parts: int) -> None:
+        """Raise ``SettingsError`` if the layout has no such rank, or is one of a graph with another number of parts."""
+        if not 0 <= rank < self.world_size:
+            raise SettingsError(
+                f"rank {rank} is not one of the layout's {self.world_size} ranks; leave both out, or correct one"
+            )
+        if len(self.ranks_of_part) != num_parts:
+            raise SettingsError(
+                f"the layout places {len(self.ranks_of_part)} parts, the graph has {num_parts}; leave layout out, or"
+                " pass one for this graph"
+            )
 
     @classmethod
     def single(cls, num_parts: int) -> RankLayout:

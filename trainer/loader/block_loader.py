@@ -99,6 +99,7 @@ class BlockLoader(ABC):
         labels: tuple[NodeType, tuple[str, ...]],
     ):  # fmt: skip
         """``num_seeds``: length of the seed list. ``labels``: a node type, and its attributes to gather for seeds."""
+        layout.check(rank, graph.manifest.num_parts)
         self.graph, self.settings, self.rank, self.layout = graph, settings, rank, layout
         stream = STREAMS.get(settings.split, OTHER_STREAM)
         self.order = SeedOrder(num_seeds, settings.global_batch, settings.seed, settings.shuffle, stream)

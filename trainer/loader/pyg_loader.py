@@ -377,13 +377,5 @@ def _rank_and_layout(graph: Graph, local: bool, rank: int | None, layout: RankLa
             " rank alone pass local=True"
         )
     rank, layout = graph.ranks.rank if rank is None else rank, layout or graph.layout
-    if not 0 <= rank < layout.world_size:
-        raise SettingsError(
-            f"rank {rank} is not one of the layout's {layout.world_size} ranks; leave both out, or correct one"
-        )
-    if len(layout.ranks_of_part) != num_parts:
-        raise SettingsError(
-            f"the layout places {len(layout.ranks_of_part)} parts, the graph has {num_parts}; leave layout out, or pass"
-            " one for this graph"
-        )
+    layout.check(rank, num_parts)
     return rank, layout

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch_geometric.nn import GraphSAGE
 
+from trainer.core.errors import SettingsError
 from trainer.nn import link_metrics as metrics
 from trainer.nn import links
 from trainer.nn.links import UnsupervisedLoss, unsupervised_loss, walk_pairs
@@ -132,6 +134,14 @@ def test_masked_negatives_are_counted_by_no_metric_and_no_loss(seed: int) -> Non
     assert metrics.auc(positive, given).item() == pytest.approx(metrics.auc(positive, negative[~masked]).item())
     assert links.margin_loss(positive, given).item() == pytest.approx(sum(margins) / len(margins))
     assert links.bpr_loss(positive, given).item() == pytest.approx(sum(bpr) / len(bpr))
+
+
+@pytest.mark.parametrize(
+    "call", [metrics.ranks, metrics.mrr, metrics.LinkSums().add, links.margin_loss, links.bpr_loss, links.softmax_loss]
+)
+def test_a_column_of_positives_is_refused(call: Callable[[Tensor, Tensor], Any]) -> None:
+    with pytest.raises(SettingsError, match=r"positive: scores of shape \[2, 1\]; expected one for each positive"):
+        call(torch.tensor([[2.0], [0.0]]), torch.tensor([[1.0, 3.0], [1.0, 3.0]]))
 
 
 def test_scores_of_nan_count_against_the_model() -> None:

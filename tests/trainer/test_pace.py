@@ -14,7 +14,7 @@ from torch import nn
 import trainer
 from train_kit import FewBatches, metrics, run_script
 from trainer.core.batch import Batch
-from trainer.core.errors import TrainingError
+from trainer.core.errors import SettingsError, TrainingError
 from trainer.core.ranks import RankGroup, Ranks
 from trainer.nn.layers import SAGEConv
 from trainer.nn.models import BlockModel
@@ -108,6 +108,13 @@ def test_one_host_has_no_remote_share(tmp_path: Path) -> None:
     one_epoch(FewBatches(), 1, tmp_path)
     (line,) = metrics(tmp_path, "step")
     assert line["remote_share"] is None
+
+
+def test_an_unknown_direction_of_a_metric_is_refused() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(SettingsError, match="better: 'min'; expected 'higher' or 'lower'"):
+        trainer.StepLog(model, optimizer, environ={}, metric="mae", better="min")
 
 
 def test_a_step_log_outside_of_a_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trainer.core.errors import SettingsError
+
 _HITS = (1, 3, 10, 50)
+
+
+def as_column(positive: Tensor) -> Tensor:
+    """Return scores [n] as [n, 1]. Raises ``SettingsError`` for other shapes: with [n, 1], scores would be mixed up."""
+    if positive.dim() != 1:
+        raise SettingsError(f"positive: scores of shape {list(positive.shape)}; expected one for each positive, [n]")
+    return positive[:, None]
 
 
 def ranks(positive: Tensor, negative: Tensor) -> Tensor:
@@ -29,6 +38,9 @@ def ranks(positive: Tensor, negative: Tensor) -> Tensor:
         - **input:** positive float [n], negative float [n, k].
         - **output:** float64 [n].
 
+    Raises:
+        SettingsError: ``positive`` has another shape.
+
     Example:
         ```python
         import torch
@@ -37,7 +49,7 @@ def ranks(positive: Tensor, negative: Tensor) -> Tensor:
         print(gf.nn.ranks(torch.tensor([2.0]), torch.tensor([[3.0, 1.0]])))  # tensor([2.], dtype=torch.float64)
         ```
     """
-    own, counted = positive[:, None], negative != -torch.inf
+    own, counted = as_column(positive), negative != -torch.inf
     not_beaten, level = ~(negative < own) & counted, (negative == own) & counted
     return 1 + not_beaten.sum(1) - level.sum(1).double() / 2
 
@@ -52,6 +64,9 @@ def mrr(positive: Tensor, negative: Tensor) -> Tensor:
     Shapes:
         - **input:** positive float [n], negative float [n, k].
         - **output:** scalar, float64.
+
+    Raises:
+        SettingsError: ``positive`` has another shape.
 
     Example:
         ```python
@@ -75,6 +90,9 @@ def hits_at(k: int, positive: Tensor, negative: Tensor) -> Tensor:
     Shapes:
         - **input:** positive float [n], negative float [n, num_negatives].
         - **output:** scalar, float64.
+
+    Raises:
+        SettingsError: ``positive`` has another shape.
 
     Example:
         ```python

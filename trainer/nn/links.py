@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainer.nn.link_metrics import as_column
+
 
 class Decoder(Protocol):
     """Scores pairs of node rows. A higher score means a likelier link."""
@@ -183,6 +185,9 @@ def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tens
         - **input:** positive float [n], negative float [n, k].
         - **output:** scalar; 0 without pairs.
 
+    Raises:
+        SettingsError: ``positive`` has another shape.
+
     Example:
         ```python
         import torch
@@ -191,7 +196,7 @@ def margin_loss(positive: Tensor, negative: Tensor, margin: float = 1.0) -> Tens
         loss = gf.nn.margin_loss(torch.randn(8), torch.randn(8, 5))
         ```
     """
-    return _mean_counted((margin - positive[:, None] + negative).relu(), negative)
+    return _mean_counted((margin - as_column(positive) + negative).relu(), negative)
 
 
 def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
@@ -207,6 +212,9 @@ def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
         - **input:** positive float [n], negative float [n, k].
         - **output:** scalar; 0 without pairs.
 
+    Raises:
+        SettingsError: ``positive`` has another shape.
+
     Example:
         ```python
         import torch
@@ -215,7 +223,7 @@ def bpr_loss(positive: Tensor, negative: Tensor) -> Tensor:
         loss = gf.nn.bpr_loss(torch.randn(8), torch.randn(8, 5))
         ```
     """
-    return _mean_counted(functional.softplus(negative - positive[:, None]), negative)
+    return _mean_counted(functional.softplus(negative - as_column(positive)), negative)
 
 
 def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
@@ -229,6 +237,9 @@ def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
         - **input:** positive float [n], negative float [n, k].
         - **output:** scalar; 0 without pairs.
 
+    Raises:
+        SettingsError: ``positive`` has another shape.
+
     Example:
         ```python
         import torch
@@ -237,7 +248,7 @@ def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
         loss = gf.nn.softmax_loss(torch.randn(8), torch.randn(8, 5))
         ```
     """
-    scores = torch.cat([positive[:, None], negative], 1)
+    scores = torch.cat([as_column(positive), negative], 1)
     return (scores.logsumexp(1) - positive).sum() / max(len(positive), 1)
 
 

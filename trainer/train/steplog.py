@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.core.batch_cost import Cost
+from trainer.core.errors import SettingsError
 from trainer.core.ranks import Ranks
 from trainer.core.waits import report_uncaught
 from trainer.nn.sharded_embedding import ShardedEmbedding
@@ -71,6 +72,8 @@ class StepLog:
         environ: Mapping[str, str] = os.environ, *, checkpoint_seconds: float = 60.0,
         metric: str = "accuracy", better: str = "higher",
     ):  # fmt: skip
+        if better not in ("higher", "lower"):
+            raise SettingsError(f"better: {better!r}; expected 'higher' or 'lower'")
         run_dir = environ.get("GNNFLEET_RUN_DIR")
         report_uncaught(environ)
         self._log = MetricsLog(Path(run_dir), Ranks.from_env(environ).rank) if run_dir else None

@@ -998,6 +998,27 @@ def test_ratings_with_one_of_the_node_tables_are_drafted(tmp_path: Path) -> None
     assert drafted["comments"]["unused"] == ["links.csv is not used: it has no two columns of ids"]
 
 
+@pytest.mark.parametrize(
+    ("head", "row", "edge", "ends"),
+    [
+        ("userId,movieId,rating", "{a},{b},{c}", "user__log__movie", ["userId", "movieId"]),
+        ("movieId,userId,rating", "{b},{a},{c}", "movie__log__user", ["movieId", "userId"]),
+        ("shopper_id,movieId,qty", "{d},{b},{c}", "shopper__log__movie", ["shopper_id", "movieId"]),
+        ("movieId,sequel_id,stars", "{b},{e},{c}", "movie__log__movie", ["movieId", "sequel_id"]),
+        ("a,b,n", "{b},{a},{c}", "movie__log__movie", ["a", "b"]),
+    ],
+)
+def test_numbers_of_others_are_no_ids_of_a_node_table_that_has_them(
+    tmp_path: Path, head: str, row: str, edge: str, ends: list[str]
+) -> None:  # fmt: skip
+    movies = "".join(f"{k},{k / 4}\n" for k in range(1, 101))
+    lines = (row.format(a=k % 60 + 1, b=k % 99 + 1, c=k % 5 + 1, d=k % 700, e=k * 7 % 100 + 1) for k in range(1400))
+    write(tmp_path, movies__csv="movieId,price\n" + movies, log__csv="\n".join([head, *lines, ""]))
+    drafted = draft_tables(tmp_path)
+    assert [*drafted["edges"]] == [edge] and [drafted["edges"][edge][end] for end in ("source", "target")] == ends
+    assert drafted["nodes"]["movie"]["files"] == "movies.csv" and "dangling" not in drafted["edges"][edge]
+
+
 def test_texts_in_both_columns_are_ids_of_one_type_if_they_are_the_same(tmp_path: Path) -> None:
     rows = [(f"p{k % 40}", f"p{k * k % 40}", f"t{k % 7}") for k in range(200)]
     write(tmp_path, follows__csv="follower,followed,topic\n" + "".join(",".join(row) + "\n" for row in rows))

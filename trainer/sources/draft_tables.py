@@ -147,7 +147,7 @@ def _draft_of_keys(found: Sequence[FoundTable], named: Sequence[FoundTable]) -> 
     """
     ends: dict[FoundTable, Keys] = {}  # at most two, those most likely by name, in the order of the table
     for table in found:
-        keys_of = found_keys(table, [one for one in named if one is not table])
+        keys_of = _without_chance(table, found_keys(table, [one for one in named if one is not table]))
         best = sorted(keys_of, key=lambda one: one[0], reverse=True)[:2]
         ends[table] = [(column, node) for likely, column, node in keys_of if (likely, column, node) in best]
     referenced = {node for pair in ends.values() if len(pair) == 2 for _, node in pair}
@@ -260,6 +260,32 @@ def _is_same(one: _Type, other: _Type) -> bool:
     if (one.name and one.name == other.name) or a.kind != b.kind:
         return a.kind == b.kind
     if a.is_numbered or b.is_numbered:  # then the same numbers say nothing
-        near = 1 + 0.02 * max(a.high, b.high)
-        return abs(a.low - b.low) <= near and abs(a.high - b.high) <= near
+        return _is_same_range(a, b)
     return is_within(one.table, a, other.table, b, 0.5) or is_within(other.table, b, one.table, a, 0.5)
+
+
+def _is_same_range(a: Column, b: Column) -> bool:
+    near = 1 + 0.02 * max(a.high, b.high)
+    return abs(a.low - b.low) <= near and abs(a.high - b.high) <= near
+
+
+def _without_chance(
+    table: FoundTable, keys: Sequence[tuple[int, Column, FoundTable]]
+) -> list[tuple[int, Column, FoundTable]]:  # fmt: skip
+    """Return the ``found_keys`` of a table without numbers that are among the ids of a node table by chance.
+
+    If another column is called as these ids, they are quantities, or numbers of other things: a ``userId`` from 1 to
+    610 beside ``movieId``, but not a ``friend_id`` beside ``user_id``, which go from 1 to the same number.
+    """
+    like = {node for likely, _, node in keys if likely}
+    rest = [one for one in table.columns if one not in [column for _, column, _ in keys]]
+    is_other_id = any(one.may_be_id and one.has_id_name for one in rest)
+
+    def by_chance(likely: int, column: Column, node: FoundTable) -> bool:
+        if likely or column.kind != "number" or node not in like or node.id is None:
+            return False
+        if not column.has_id_name:
+            return is_other_id or column.name.lower() in NO_ID
+        return column.is_numbered and not _is_same_range(column, node.id)
+
+    return [key for key in keys if not by_chance(*key)]

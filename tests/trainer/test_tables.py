@@ -1014,6 +1014,8 @@ def test_numbers_of_others_are_no_ids_of_a_node_table_that_has_them(
     movies = "".join(f"{k},{k / 4}\n" for k in range(1, 101))
     lines = (row.format(a=k % 60 + 1, b=k % 99 + 1, c=k % 5 + 1, d=k % 700, e=k * 7 % 100 + 1) for k in range(1400))
     write(tmp_path, movies__csv="movieId,price\n" + movies, log__csv="\n".join([head, *lines, ""]))
+    if "userId" in head:  # as in MovieLens, whose links.csv has the same ids
+        write(tmp_path, links__csv="movieId,imdb\n" + "".join(f"{k},{k * 9 + 1000}\n" for k in range(1, 101)))
     drafted = draft_tables(tmp_path)
     assert [*drafted["edges"]] == [edge] and [drafted["edges"][edge][end] for end in ("source", "target")] == ends
     assert drafted["nodes"]["movie"]["files"] == "movies.csv" and "dangling" not in drafted["edges"][edge]

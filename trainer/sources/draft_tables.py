@@ -282,7 +282,8 @@ def _without_chance(
     is_other_id = any(one.may_be_id and one.has_id_name for one in rest)
 
     def by_chance(likely: int, column: Column, node: FoundTable) -> bool:
-        if likely or column.kind != "number" or node not in like or node.id is None:
+        fits = (one for one in like if one.id and is_within(table, column, one, one.id))
+        if likely or column.kind != "number" or node.id is None or not any(fits):
             return False
         if not column.has_id_name:
             return is_other_id or column.name.lower() in NO_ID

@@ -636,9 +636,11 @@ def test_formats_of_all_tables_and_wrong_ones(tmp_path: Path) -> None:
         "encoding": "latin-1", "null_values": "-", "delimiter": ";",
     }  # fmt: skip
     assert load(tmp_path, options, tmp_path / "work").edges["node", "to", "node"].edge_index.tolist() == [[1], [2]]
-    for wrong in ({"encoding": "latin-1000"}, {"encoding": "base64"}, {"delimiter": ", "}, {"null_values": [["x"]]}):
+    nulls: list[Any] = [[["x"]], "a\0b", ["\ud800"]]
+    formats = [{"encoding": "latin-1000"}, {"encoding": "base64"}, {"delimiter": ", "}]
+    for k, wrong in enumerate([*formats, *({"null_values": each} for each in nulls)]):
         with pytest.raises(DataError, match=f"nodes.n.{next(iter(wrong))} must be"):
-            load(tmp_path, options | wrong, tmp_path / f"work{wrong}")
+            load(tmp_path, options | wrong, tmp_path / f"work{k}")
 
 
 # --- labels and names ----------------------------------------------------------------------------------------------

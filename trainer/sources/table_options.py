@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -318,6 +319,8 @@ def _null_values(where: str, value: Any) -> tuple[str, ...]:
     listed = value if isinstance(value, list | tuple) else [value]
     if any(isinstance(each, bool) or not isinstance(each, str | int | float) for each in listed):
         raise DataError(f"dataset tables: {where} must be a text or a list of texts, not {value!r}")
+    if any(re.search("[\\0\\ud800-\\udfff]", str(each)) for each in listed):  # which SQL cannot have
+        raise DataError(f"dataset tables: {where} must be texts without NUL and halves of characters, not {value!r}")
     return tuple(map(str, listed))
 
 

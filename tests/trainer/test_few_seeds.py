@@ -218,6 +218,15 @@ def test_ranks_without_seeds_train_score_and_infer_as_one_process(
             assert found["metrics"][split] == pytest.approx(values, rel=1e-3, abs=1e-6, nan_ok=True)
 
 
+def test_a_step_of_one_seed_without_neighbours_trains_a_batch_norm(tmp_path: Path) -> None:
+    data = graph(
+        EDGES % 12, NODES, {"x": np.eye(NODES, dtype=np.float32), "y": LABELS["classification"]}, {"train": [13]}
+    )
+    how = {**SETTINGS, "model": "torch_geometric.nn.GraphSAGE", "model_args": {"norm": "batch"}, "epochs": 2}
+    result = train(job(parts_of(tmp_path / "parts", data), tmp_path / "run", **how), Ranks())
+    assert result.step_loss[1] < result.step_loss[0]
+
+
 @pytest.mark.parametrize("typed", [False, True])
 def test_no_train_seeds_are_one_clear_error(typed: bool, tmp_path: Path) -> None:
     parts = parts_of(tmp_path / "parts", dataset("regression", (0, 2, 2), typed))

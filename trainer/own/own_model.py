@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch_geometric.nn as pyg
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data, HeteroData
 
 from trainer.core.batch import AnyBatch, Batch, Block, HeteroBatch
@@ -59,6 +60,27 @@ class Call:
     edge_types: tuple[EdgeType, ...]
 
 
+@contextmanager
+def _single_rows(norms: Sequence[Any]) -> Iterator[None]:
+    """Let norms use their running statistics for a single row, which torch refuses: a share may have only one node."""
+
+    def begin(norm: Any, args: tuple[Tensor]) -> None:
+        norm.alone = bool(norm.training and args and args[0].dim() > 1 and args[0].numel() == args[0].shape[1])
+        norm.training = norm.training and not norm.alone
+
+    def end(norm: Any, *_: Any) -> None:
+        norm.training = norm.training or norm.alone
+        del norm.alone
+
+    hooks = [norm.register_forward_pre_hook(begin) for norm in norms]
+    hooks += [norm.register_forward_hook(end, always_call=True) for norm in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class OwnModel(nn.Module):
     """Runs a user's model on the batches of the bundled trainer.
 
@@ -82,6 +104,7 @@ class OwnModel(nn.Module):
         self.by_depth = False  #: whether any batch must be unrolled, found by the test batch
         self.unused: list[str] = []  #: weights that the test batch has given no gradient
         self._drops: list[RowsOf | None] | None = None
+        self._norms = [each for each in own.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
 
     def forward(self, batch: AnyBatch) -> Tensor:
         """Return the model's output for the seeds, float [num_seeds, outputs]."""
@@ -102,7 +125,7 @@ class OwnModel(nn.Module):
             if self.by_depth or (self.other_fanouts and differ_by_depth(typed, read)):
                 typed, rows = unrolled(typed, rows, read)
         arguments = self._arguments(typed, rows)
-        with self._randomness(typed):
+        with self._randomness(typed), _single_rows(self._norms if self.training else ()):
             out = self.own(**arguments)
         found = dict(out) if isinstance(out, Mapping) else {self.target: out}
         for of, count in seeds.items():

@@ -140,6 +140,8 @@ def requested(folder: Path, own: tuple[str, ...] = ()) -> ExportRequest:
 
 @pytest.mark.parametrize("kind", ["bash", "torchrun", "slurm"])
 def test_scripts_start_processes_in_the_container(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "go.sh").touch()
+
     def words(own: tuple[str, ...], name: str) -> list[str]:
         text = export_script(kind, requested(tmp_path, own), {}, tmp_path / "run.sh").text
         (tmp_path / "run.sh").write_text(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,9 @@ def debian(shared_data: Path) -> Path:
 
 
 def run(script: str, *words: str) -> str:
-    command = [sys.executable, f"examples/{script}.py", *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=1500)
+    command = [sys.executable, str(REPOSITORY / "examples" / f"{script}.py"), *words]
+    folder = tempfile.mkdtemp()  # where they write their output
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

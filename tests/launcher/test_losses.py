@@ -179,7 +179,8 @@ def test_a_run_continues_without_a_server_that_never_started(make: MakeRun) -> N
 @pytest.mark.slow
 def test_the_loss_of_a_server_after_training_is_harmless(make: MakeRun) -> None:
     run = make(ONE_COPY, grace=4.0)
-    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SERVE
+    # the server of a run that is done gets SIGINT
+    stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); " + SERVE
     run.nodes[0].spec["server"]["argv"] = python(stubborn)
     run.start()
     (run.nodes[0].path.parent / "go").touch()

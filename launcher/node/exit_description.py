@@ -33,7 +33,7 @@ def describe(record: Mapping[str, Any]) -> str:
     if record["oom"]:
         return f"ran out of memory (killed by the kernel{f'; {note}' if note else ''})"
     if exception := exception_of(record):
-        return f"raised {shortened(exception)}"
+        return f"raised {line_of_message(exception)}"
     if signaled in CRASHES:
         return f"crashed: {CRASHES[signaled]} ({signaled}){f', {note}' if note else ''}"
     if signaled:
@@ -44,7 +44,7 @@ def describe(record: Mapping[str, Any]) -> str:
     return f"ended with exit status {record['returncode']}{f': {note}' if note else ''}"
 
 
-def shortened(line: str) -> str:
+def line_of_message(line: str) -> str:
     """Return a line of an exception for messages, where those that print whole arrays would hide all others."""
     return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…"
 

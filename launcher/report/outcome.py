@@ -142,8 +142,8 @@ class Outcome:
     def last_lines(self) -> tuple[str, ...]:
         """The traceback if an exception ended the process, else the last lines of its output."""
         if exit_description.exception_of(vars(self)):
-            return tuple(map(exit_description.shortened, self.traceback))
-        return tuple(map(exit_description.shortened, self.tail[-_LAST_LINES:]))
+            return tuple(map(exit_description.line_of_message, self.traceback))
+        return tuple(map(exit_description.line_of_message, self.tail[-_LAST_LINES:]))
 
     @property
     def code(self) -> str:
